@@ -18,7 +18,6 @@ from benchmarks import fuzz, fuzz_cell
 from benchmarks.schedules import conditions
 from megaaccum.distributed import preload
 from megaaccum.errors import did_you_mean
-from megaaccum.lab.verification import report
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.verdict import Verifier
 
@@ -140,7 +139,7 @@ def healthy(seed: int, first: int, count: int) -> tuple[list[str], int]:
         if verdict.problem:
             refused += 1
         elif not verdict.ok:
-            alarms.append(f"{index}: {report.layout_of(verdict)}: {report.conclusion(verdict)}")
+            alarms.append(f"{index}: {verdict.layout}: {verdict.conclusion}")
             print(f"ALARM {alarms[-1]}", flush=True)
             for row in verdict.comparisons[0].failed[:4] if verdict.comparisons else ():
                 print(f"      {row}", flush=True)

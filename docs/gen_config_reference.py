@@ -6,14 +6,11 @@ python docs/gen_config_reference.py --check  exits with 1 if the file is not wha
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import itertools
 import sys
-import typing
 from pathlib import Path
 
-from megaaccum.config import schema
+from megaaccum.cli.keys import field_docs, type_name
 from megaaccum.config.facts import Facts
 from megaaccum.config.keys import ALIASES, SECTIONS, Key, all_keys, choices
 
@@ -71,23 +68,6 @@ def page() -> str:
     return HEAD + "\n".join(sections) + "\n" + _aliases()
 
 
-def field_docs() -> dict[str, dict[str, str]]:
-    """The text under each field of the schema's classes, by class and field."""
-    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(schema.__file__).parent.glob("*.py"))]
-    docs: dict[str, dict[str, str]] = {}
-    for node in itertools.chain.from_iterable(ast.parse(source).body for source in sources):
-        if isinstance(node, ast.ClassDef):
-            docs[node.name] = {
-                field.target.id: str(text.value.value)
-                for field, text in zip(node.body, node.body[1:], strict=False)
-                if isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            }
-    return docs
-
-
 def _section(name: str, cls: type, docs: dict[str, str]) -> str:
     rows = [_row(field, all_keys()[field.name], docs[field.name]) for field in dataclasses.fields(cls)]
     about = (cls.__doc__ or "").splitlines()[0]
@@ -106,8 +86,7 @@ def _type(name: str, annotation: object) -> str:
     """`Literal['a', 'b'] | None` as 'a, b'; other types by Python's name. The default says what None means."""
     if words := choices(name):
         return ", ".join(f"`{word}`" for word in words)
-    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
-    return f"`{text.removesuffix(' | None')}`"
+    return f"`{type_name(annotation)}`"
 
 
 def _default(field: dataclasses.Field, facts: Facts) -> str:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from megaaccum import loop as megatron_loop
     from megaaccum.config import Plan
     from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step
-    from megaaccum.engine import Engine, initialize
+    from megaaccum.engine import Engine, build_groups, initialize
     from megaaccum.executor.entry import get_forward_backward_func
     from megaaccum.lab.verification import verify
+    from megaaccum.model.hf_stages import hf_stages
     from megaaccum.step.result import StepResult
 
 __version__ = "0.1.0"
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch", "CheckpointError", "ConfigError", "Engine", "Layout", "MegaaccumError", "Optimizer", "Plan",
     "Quantization", "RankDisagreement", "Run", "ScheduleError", "Sharding", "Step", "StepError", "StepResult",
-    "__version__", "get_forward_backward_func", "initialize", "megatron_loop", "verify",
+    "__version__", "build_groups", "get_forward_backward_func", "hf_stages", "initialize", "megatron_loop", "verify",
 ]  # fmt: skip
 
 _ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
@@ -41,7 +42,9 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
+    "build_groups": "megaaccum.engine",
     "get_forward_backward_func": "megaaccum.executor.entry",
+    "hf_stages": "megaaccum.model.hf_stages",
     "initialize": "megaaccum.engine",
 }
 

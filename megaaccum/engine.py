@@ -25,7 +25,7 @@ from megaaccum.checkpoint import resume, save_load
 from megaaccum.checkpoint.folders import read_progress
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import start_together
@@ -75,12 +75,14 @@ def initialize(
             that the sharding backend takes; they are the initial weights, the same on all data-parallel ranks.
         forward_step_func: Megatron's, `(data_iterator, chunk) -> (output, loss_func)`, where `loss_func(output)`
             returns (sum of the losses, weight of that sum, reports). Each call may bring another one.
-        groups: Megatron's ProcessGroupCollection of the layout; default: those of `parallel_state` where it is
-            initialised, else they are built from the plan.
+        groups: those of `build_groups(plan)`, or Megatron's ProcessGroupCollection of the layout; default: those of
+            `parallel_state` where it is initialised, else they are built from the plan.
         optimizer: a torch optimizer, or a function that builds one from parameters; default: AdamW by the plan's
-            `optimizer` section, which then needs `lr`.
-        reports: how each report of the loss functions is reduced: `sum`, `mean` (the default: by weight; of Megatron's
-            pair [sum, count] the quotient of sums), or `microbatch` (as it is, on ranks of the last stage).
+            `optimizer` section, which then needs `lr`. A model without trained parameters on any rank (a reference
+            model) has none.
+        reports: how each report of the loss functions is reduced: `mean` (the default: by weight; of Megatron's pair
+            [sum, count] the quotient of sums), `sum` (the default of a whole number, a count), or `microbatch` (as it
+            is, on ranks of the last stage).
 
     Starts torch.distributed from the launcher's environment where nothing has yet; without a launcher the world is one
     rank. Raises ConfigError on every rank where groups, chunks, their configuration and the plan do not fit together.
@@ -88,18 +90,28 @@ def initialize(
     start_together(plan)
     built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
-    raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
-    raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
-    return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
+    with built.current():
+        raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
+        raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
+        return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
+
+
+def build_groups(plan: Plan) -> Groups:
+    """Build the process groups of a plan, for chunks that are made before their engine. Megatron's parallel_state then
+    holds them. Starts torch.distributed as `initialize` does. Collective over the world."""
+    start_together(plan)
+    return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
 
 
 def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
-    """The groups that a user gave; None: those of `parallel_state`, built from the plan where there are none.
-    Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
+    """The groups that a user gave; None: those of `parallel_state`, built from the plan if it has none or has those of
+    another plan. Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
     if isinstance(given, Groups):
         return given
-    if given is None and not parallel_state.model_parallel_is_initialized():
-        return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+    ours = process_groups.built_in_parallel_state()
+    is_of_another = ours is not None and ours.layout != plan.layout
+    if given is None and (is_of_another or not parallel_state.model_parallel_is_initialized()):
+        return build_groups(plan)
     return raise_on_all_ranks(_groups, plan, process_groups.default_collection() if given is None else given)
 
 
@@ -147,7 +159,10 @@ class Engine:
         self.groups, self.chunks = groups, chunks
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
-        self.backend = sharding.build(plan, groups, chunks, optimizer_of(plan, chunks, optimizer))
+        self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
+        """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
+        inner = optimizer_of(plan, chunks, optimizer) if self.trains else no_optimizer(plan)
+        self.backend = sharding.build(plan, groups, chunks, inner)
         low_precision = fp8.build(plan, chunks)
         self.buffers = dict(names.named_buffers(chunks)) | low_precision.tensors
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
@@ -162,7 +177,7 @@ class Engine:
     def _begin_at_zero(self, plan: Plan) -> None:
         """Begin at step 0 of `plan`."""
         self.plan = plan
-        has_schedule = plan.config.optimizer.lr and plan.config.run.train_iters
+        has_schedule = self.trains and plan.config.optimizer.lr and plan.config.run.train_iters
         self.lr_schedule: LrSchedule | None = (
             lr_schedule.build(self.backend, plan.config, plan.ramp) if has_schedule else None
         )
@@ -227,7 +242,7 @@ class Engine:
         The step is judged as the plan's `step` section says (skip, zero, drop a micro-batch, end the run), and rolled
         back where it does not count. Raises StepError, RankDisagreement, or `problem`, on every rank.
         """
-        with self._guarded():
+        with self._guarded(trains=True):
             return self.train_steps.train(microbatches, stop=stop, problem=problem, upcoming=upcoming)
 
     def gather_ahead(self) -> None:
@@ -265,7 +280,7 @@ class Engine:
 
         The call that completes the `engine.batch` micro-batches of a step reduces gradients inside its last backward.
         """
-        with self._guarded():
+        with self._guarded(trains=True):
             batch = self.train_steps.batch_of(
                 data, forward_step_func, count=num_microbatches, weights=weights, expected=expected_tokens,
                 lengths=lengths,
@@ -289,12 +304,16 @@ class Engine:
         *,
         forward_step_func: ForwardStepFunc | None = None,
         lengths: Sequence[int] | None = None,
+        broadcast: bool = False,
     ) -> list[Reports]:
         """Run micro-batches without gradients or dropout. Returns what their loss functions report (the third value),
-        in order, on the ranks of the last stage; elsewhere an empty list. The open step, if any, is left as it is."""
+        in order, on the ranks of the last stage; elsewhere an empty list, or with `broadcast` the same reports on every
+        rank of the pipeline. The open step, if any, is left as it is."""
         with self._guarded():
             batch = self.train_steps.batch_of(data, forward_step_func, count=num_microbatches, lengths=lengths)
-            return self.train_steps.forward(batch).reports
+            reports = self.train_steps.forward(batch).reports
+            last = 0 if self.plan.layout.placement == "v" else self.groups.pp.size() - 1
+            return process_groups.share_reports(reports, self.groups.pp, last) if broadcast else reports
 
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(loss, weight) of micro-batches without gradients or dropout, over all ranks; the same on every rank."""
@@ -317,7 +336,7 @@ class Engine:
             batch: how they are cut; default `engine.batch`.
             sample_index: the number in the global batch of each, if it is not the planned one.
         """
-        with self._guarded():
+        with self._guarded(trains=True):
             before = rng.snapshot()
             with self.observer.watching():
                 attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
@@ -328,15 +347,22 @@ class Engine:
             self.observer.pop()  # no step's measurements
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Raise if the engine has failed before; record an error inside that makes it a failed engine."""
+    def _guarded(self, *, trains: bool = False) -> Iterator[None]:
+        """Raise if the engine has failed before; record an error inside that makes it a failed engine. Megatron's
+        parallel_state holds this engine's groups inside."""
         if self._failed is not None:
             raise StepError(
                 f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot continue: start"
                 " again from a checkpoint"
             )
+        if trains and not self.trains:
+            raise ConfigError(
+                "the model has no trained parameter, so this engine runs forward and evaluate alone: set requires_grad"
+                " of what is to be trained, and initialize another engine"
+            )
         try:
-            yield
+            with self.groups.current():
+                yield
         except _HARMLESS:
             raise
         except BaseException as error:
@@ -365,23 +391,30 @@ class Engine:
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
         of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
-        return save_load.save(
-            folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
-        )
+        with self.groups.current():
+            return save_load.save(
+                folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
+            )
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Load the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states. Returns
-        whether there is one. The layout may differ from that of the save. A damaged checkpoint is reported, and the one
-        before it is loaded. Raises CheckpointError on every rank, with the engine as it was, without its open step."""
-        self.train_steps.drop_begun()
-        self.train_steps.abandon()
-        return resume.first_good(folder, self._load, self.print) is not None
+        """Load the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states; without
+        trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
+        A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError on every rank, with
+        the engine as it was, without its open step."""
+        with self.groups.current():
+            self.train_steps.drop_begun()
+            self.train_steps.abandon()
+            return resume.first_good(folder, self._load, self.print) is not None
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)
-        notes = raise_on_all_ranks(resume.check_differences, checkpoint, self.differences(progress), self.override)
-        save_load.load(checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers)
-        self.resume(progress)
+        differences = self.differences(progress) if self.trains else {}
+        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differences, self.override)
+        save_load.load(
+            checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers, only_weights=not self.trains
+        )
+        if self.trains:
+            self.resume(progress)
         for note in notes:
             self.print(note)
         return checkpoint
@@ -411,6 +444,16 @@ class Engine:
         )
         self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
         self.verified = progress.transaction.get("verified", "")
+
+
+def no_optimizer(plan: Plan) -> torch.optim.Optimizer:
+    """The optimizer of an engine that trains nothing, over nothing. Raises ConfigError for a backend that wraps one."""
+    if plan.config.sharding.backend not in ("ddp", "fsdp2"):
+        raise ConfigError(
+            f"the model has no trained parameter, and backend {plan.config.sharding.backend} shards by an optimizer:"
+            " set backend to fsdp2 (parameters are sharded) or ddp (they are whole)"
+        )
+    return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
 def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:

@@ -18,8 +18,13 @@ from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import replace_text, sync
 from megaaccum.texts import parse_json, read_text
+from megaaccum.units import amount
 
 FORMAT = 2
+
+
+class UnwrittenCheckpoint(CheckpointError):
+    """A checkpoint could not be written; the one before it stays current."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -113,8 +118,10 @@ class Files:
     Built on every rank; only global rank 0 moves and removes files.
     """
 
-    def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
+    def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None, *, num_bytes: int):
+        """num_bytes: of all tensors that are written, over all ranks."""
         self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
+        self._num_bytes = num_bytes
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
@@ -140,7 +147,7 @@ class Files:
         current = latest(self._folder)
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
-        return printed_once(CheckpointError(f"{what} ({self._space()}); {still}"))
+        return printed_once(UnwrittenCheckpoint(f"{what} ({self._space()}); {still}"))
 
     def _space(self) -> str:
         """Free space in the checkpoints' folder, as this rank's host reports it."""
@@ -148,7 +155,7 @@ class Files:
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
             return f"{self._folder}: {error.strerror}"
-        return f"{free / 2**30:,.2f} GiB are free in {self._folder}"
+        return f"{amount(free)} are free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

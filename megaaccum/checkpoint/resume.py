@@ -37,7 +37,7 @@ def first_good[Loaded](
             problems.append(str(error))
     if not problems:
         return None
-    remedy = f"{folder} holds no other whole checkpoint: start afresh with --no_load"
+    remedy = f"{folder} holds no other whole checkpoint: set no_load to true to start afresh"
     raise printed_once(CheckpointError("\n".join([*problems, remedy])))
 
 
@@ -50,5 +50,5 @@ def check_differences(
     if refused:
         texts = [f"{text}; {remedy}" for name in refused for text, remedy in differing[name].items()]
         names = ",".join(refused)
-        raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or add --override {names}"]))
+        raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or set override to {names}"]))
     return [f"override {name}: {text}" for name, texts in differing.items() for text in texts]

@@ -73,11 +73,12 @@ def save(
 
     Raises CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current.
     """
-    files = Files(Path(folder), progress, keep_last, retain)
+    written = _written(backend, groups, buffers)
+    files = Files(Path(folder), progress, keep_last, retain, num_bytes=_bytes_of_all_ranks(written, groups))
     try:
         files.prepare()
         # Rank 0 gathers the plans, each padded to the longest. Over NCCL that would be in its GPU's memory.
-        dcp.save(_written(backend, groups, buffers), storage_writer=_Writer(files.aside), process_group=groups.host)
+        dcp.save(written, storage_writer=_Writer(files.aside), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.abandon(error) from error
@@ -127,14 +128,16 @@ class BackgroundSave:
         buffers: Buffers | None = None,
     ):
         """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
-        self._files = Files(Path(folder), progress, keep_last, retain)
+        written = _written(backend, groups, buffers)
+        num_bytes = _bytes_of_all_ranks(written, groups)
+        self._files = Files(Path(folder), progress, keep_last, retain, num_bytes=num_bytes)
         self._current: Future[None] = Future()
         try:
             self._files.prepare()
         except CheckpointError as error:
             raise self._files.abandon(error) from error
         writing = dcp.async_save(
-            _written(backend, groups, buffers),
+            written,
             storage_writer=_Writer(self._files.aside),
             process_group=group,
             async_stager=_Copies(),
@@ -265,7 +268,7 @@ def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp:
         remedy = f"set make_vocab_size_divisible_by to {units[-1]}" if units else f"no padding for tp {tp} gives {rows}"
         texts = [f"the vocabulary is padded to {rows} rows in {current}, but to {here[_PADDED]} at tp {tp} ({remedy})"]
     if wrong:
-        raise CheckpointError("; ".join(texts) + ": set what differs back, or start afresh with --no_load")
+        raise CheckpointError("; ".join(texts) + ": set what differs back, or no_load to true to start afresh")
 
 
 def _check_size(current: Path, stored: pieces.Stored, backend: ShardingBackend, groups: Groups) -> None:
@@ -301,7 +304,7 @@ def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> s
     if wrong:
         raise CheckpointError(
             f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
-            " set fp8_amax_history_len back, or start afresh with --no_load"
+            " set fp8_amax_history_len back, or no_load to true to start afresh"
         )
     return set(shapes)
 
@@ -324,6 +327,13 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
     mine = {piece.key: tensor for piece, tensor, writes in pieces.held_pieces(backend, groups) if writes}
     return mine | whole | _rng(groups)
+
+
+def _bytes_of_all_ranks(written: dict[str, torch.Tensor], groups: Groups) -> int:
+    """Bytes that all ranks write. Collective over the world, in host memory."""
+    total = torch.tensor(sum(tensor.nbytes for tensor in written.values()))
+    dist.all_reduce(total, group=groups.host)
+    return int(total)
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

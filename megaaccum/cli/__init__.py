@@ -26,6 +26,7 @@ class Command:
 COMMANDS = (
     Command(("train",), "megaaccum.cli.train", "train the model of a config; starts the ranks of this machine itself"),
     Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
+    Command(("keys",), "megaaccum.cli.keys", "list the keys of a config, or say what one of them means"),
     Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config equals the full batch's"),
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = find(argv)
     except MegaaccumError as error:
         return complain(error, 2)
+    from megaaccum.config import slurm
+
+    slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
         return importlib.import_module(command.module).main(arguments) or 0
     except (MegaaccumError, KeyboardInterrupt) as error:

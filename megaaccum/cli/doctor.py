@@ -11,16 +11,21 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
+import megaaccum
 from megaaccum.distributed import preload
 from megaaccum.errors import LaunchError
+from megaaccum.units import GIB, amount
 
 State = Literal["ok", "note", "broken"]
 Versions = Mapping[str, str | None]
@@ -74,6 +79,50 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
     if version < (3, 12):
         return Finding("python", "broken", text, "Use Python 3.12 or newer.")
     return Finding("python", "ok", text)
+
+
+def check_space(name: str, free: int, total: int, *, where: str = "", least: int = 0, why: str = "") -> Finding:
+    """Free bytes of memory or of a file system; a note, with the reason, below `least`."""
+    text = f"{amount(free)} of {amount(total)} are free{where and f' in {where}'}"
+    return Finding(name, "note", f"{text}: {why}") if free < least else Finding(name, "ok", text)
+
+
+def check_limits(files: int, locked: int) -> Finding:
+    """Limits of this user's processes: open files, bytes of locked memory; -1 for none."""
+    shown = ["unlimited" if limit < 0 else text for limit, text in ((files, f"{files}"), (locked, amount(locked)))]
+    text = f"{shown[0]} open files, {shown[1]} of locked memory"
+    if 0 <= files < 4096:
+        return Finding("limits", "note", f"{text}: ranks and data workers of a large run need more (ulimit -n 65536)")
+    return Finding("limits", "ok", text)
+
+
+def check_interfaces(names: Sequence[str], gloo: str | None, nccl: str | None) -> Finding:
+    """Network interfaces, and those that the environment names for gloo and NCCL."""
+    told = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
+    text = "; ".join([", ".join(names), *(f"{key}={value}" for key, value in told.items() if value)])
+    if gloo and not set(gloo.split(",")) <= set(names):
+        return Finding("interfaces", "broken", text, f"Set GLOO_SOCKET_IFNAME to one of {', '.join(names)}.")
+    return Finding("interfaces", "ok", text)
+
+
+def find_machine() -> list[Finding]:
+    """Run the checks of memory, disk, shared memory, limits and network interfaces on this machine."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = {words[0]: int(words[1]) * 1024 for words in lines}
+    here, shared = shutil.disk_usage("."), shutil.disk_usage("/dev/shm")
+    data = "data workers and NCCL need it; a container gets it by --shm-size"
+    return [
+        check_space("memory", memory["MemAvailable:"], memory["MemTotal:"]),
+        check_space(
+            "disk", here.free, here.total, where=str(Path.cwd()), least=GIB, why="logs and checkpoints need it"
+        ),
+        check_space("shared memory", shared.free, shared.total, where="/dev/shm", least=GIB, why=data),
+        check_limits(*(resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))),
+        check_interfaces(
+            [name for _, name in socket.if_nameindex()],
+            *(os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")),
+        ),
+    ]
 
 
 def check_required(versions: Versions) -> list[Finding]:
@@ -222,8 +271,8 @@ def examine() -> Report:
     preload.prepare()
     names = (*REQUIRED, TRANSFORMER_ENGINE, *TRANSFORMER_ENGINE_BINARIES, TRANSFORMER_ENGINE_TORCH)
     versions = {name: installed(name) for name in names}
-    report = Report([check_python(), *check_required(versions), check_transformer_engine(versions), find_apex()])
-    report.findings += check_tools(shutil.which)
+    report = Report([Finding("megaaccum", "ok", megaaccum.__version__), check_python(), *check_required(versions)])
+    report.findings += [check_transformer_engine(versions), find_apex(), *check_tools(shutil.which), *find_machine()]
     if versions["torch"] is not None:
         report.findings += find_accelerator()
     if not report.broken:

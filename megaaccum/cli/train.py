@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
+from megaaccum.cli import keys
 from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import preload
@@ -35,18 +36,26 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Train, on this rank or on ranks that this process starts. Returns an exit code; raises MegaaccumError."""
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print((__doc__ or "").strip(), keys.listing(), sep="\n\n")
         return 0
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
+    is_announced = LAUNCHED in os.environ
     os.environ.setdefault(LAUNCHED, repr(time.time()))
     argv, port = pop_option(argv, "--master_port")
     source = read_source(argv)
     if "RANK" in os.environ:
+        if os.environ["RANK"] == "0" and not is_announced:
+            _announce(int(os.environ["WORLD_SIZE"]))
         return _train(_plan_of_this_rank(source))
     with source.load() as loaded:
         config = loaded.checked()
     return _launch([_written(config, loaded.name)] if source.command else argv, config, int(port or 0))
+
+
+def _announce(ranks: int | None) -> None:
+    """Say at once that ranks start, before the seconds of imports. None: how many is not known yet."""
+    print(f"starting {ranks or 'the'} rank{'s' * (ranks != 1)}, importing torch, DeepSpeed and Megatron", flush=True)
 
 
 def _written(config: Config, name: str) -> str:
@@ -78,6 +87,7 @@ def _train(plan: Plan) -> int:
 def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan and what it reads, then start this machine's ranks."""
     check_files(config)  # first: to count GPUs imports torch
+    _announce(config.run.nproc_per_node)
     nproc = config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
     return local.launch_local(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megaaccum.config import slurm
 from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
@@ -107,6 +108,19 @@ class Plan:
             raise ConfigError(problems)
         return resolve(config, world_size=_world_size(world_size), own_model=True)
 
+    def __repr__(self) -> str:
+        """The plan in a few lines; `megaaccum check` prints all of it."""
+        at, sharding = self.layout, self.config.sharding
+        sizes = {"tp": at.tp, "cp": at.cp, "pp": at.pp, "vpp": at.vpp, "ep": at.ep, "dp": at.dp}
+        axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no axis"
+        stage = f" ZeRO-{sharding.zero_stage}" if sharding.backend == "deepspeed" else ""
+        notes = f"\n{len(self.notes)} keys were derived or set aside: plan.notes" if self.notes else ""
+        return (
+            f"{axes} on {at.world_size} rank{'s' * (at.world_size != 1)}, schedule {at.schedule},"
+            f" {sharding.backend}{stage} {sharding.sync}, {sharding.params_dtype} parameters\n"
+            f"{self.batch.describe()}{notes}"
+        )
+
     @property
     def in_runs(self) -> bool:
         """Whether a data-parallel rank has consecutive micro-batches of the global batch, rather than taking turns:
@@ -144,7 +158,7 @@ class Plan:
         if differing := self.ramp_differences(saved):
             if "batch" not in self.config.run.override:
                 texts = [f"{text}; {remedy}" for text, remedy in differing.items()]
-                raise ConfigError([*texts, "or add --override batch, or start afresh with --no_load."])
+                raise ConfigError([*texts, "or set override to batch, or no_load to true to start afresh."])
             past = [interval for interval in intervals if interval[0] < consumed_samples]
             ahead = [interval for interval in self.ramp.intervals if interval[0] > consumed_samples]
             intervals = [*past, (consumed_samples, self.ramp.size_at(consumed_samples)), *ahead]
@@ -201,4 +215,5 @@ def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan
 
 
 def _world_size(given: int | None) -> int:
+    slurm.adopt()
     return int(os.environ.get("WORLD_SIZE", "1")) if given is None else given

@@ -22,6 +22,26 @@ REPLACED = {"core_metric_every": "text_comparisons_every"}
 """Recipes' names for what is not done here, and the nearest key. Only 0, which switches them off, is accepted."""
 
 
+MEANT = REPLACED | {
+    "warmup_steps": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
+    "epochs": "train_iters", "num_epochs": "train_iters", "num_train_epochs": "train_iters", "num_steps": "train_iters",
+    "batch_size": "micro_batch_size", "world_size": "nproc_per_node", "num_gpus": "nproc_per_node",
+    "context_length": "seq_length", "block_size": "seq_length",
+}  # fmt: skip
+"""Names of other programs that mean nearly the same as a key; the spelling alone would lead elsewhere."""
+
+
+def meant(name: str) -> str:
+    """' (did you mean --lr_warmup_iters?)', to follow another program's name of a key; '' for any other name."""
+    key = MEANT.get(name.removeprefix("--").replace("-", "_"))
+    return f" (did you mean {'--' * name.startswith('--')}{key}?)" if key else ""
+
+
+def nearest_keys(name: str) -> str:
+    """' (did you mean lr?)', to follow a name that is no key; '' if no key is near."""
+    return meant(name) or did_you_mean(name.replace("-", "_"), [*all_keys(), *ALIASES, "deepspeed"])
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown:
     """A name that is no key."""
@@ -42,11 +62,7 @@ class Unknown:
                 f"{self.place}: commands read a DeepSpeed JSON, but Plan.of and Plan.load take megaaccum's keys alone:"
                 " write those (`megaaccum convert CONFIG` translates the block)."
             )
-        plain = self.written.removeprefix("--").replace("-", "_")
-        if plain in REPLACED:
-            return f"{self.place}: unknown key {self.written} (did you mean {REPLACED[plain]}?)."
-        known = [*all_keys(), *ALIASES, "deepspeed"]
-        return f"{self.place}: unknown key {self.written}{did_you_mean(self.written.replace('-', '_'), known)}."
+        return f"{self.place}: unknown key {self.written}{nearest_keys(self.written)}."
 
     @property
     def is_switched_off(self) -> bool:

@@ -66,7 +66,7 @@ def _all_ranks_have(text: str) -> bool:
     """Whether every rank has the same `text`: the sum of all digests is then a multiple of this rank's. If texts
     differ, a rank finds them equal with probability 2^-44. Collective over the world."""
     own = _digest(text) >> 16  # the sum of 2^19 of these fits
-    total = torch.tensor(own, dtype=torch.int64).to(cpu.device())
+    total = torch.full((), own, dtype=torch.int64, device=cpu.device())  # filled there: a copy from the host would wait
     dist.all_reduce(total)
     return int(total) == own * dist.get_world_size()
 
@@ -113,10 +113,15 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
 def raise_together(problem: BaseException | None) -> None:
     """Raise on every rank the `problem` that any rank has; return if none has one. Collective over the world: one
     integer if none has."""
-    some = torch.tensor(problem is not None, dtype=torch.uint8).to(cpu.device())
-    dist.all_reduce(some, op=dist.ReduceOp.MAX)
-    if some:
+    if any_rank(problem is not None):
         _raise_each(problem)
+
+
+def any_rank(is_so: bool) -> bool:
+    """Whether it is so on any rank. Collective over the world."""
+    some = torch.tensor(is_so, dtype=torch.uint8).to(cpu.device())
+    dist.all_reduce(some, op=dist.ReduceOp.MAX)
+    return bool(some)
 
 
 def _raise_each(problem: BaseException | None) -> NoReturn:
@@ -162,7 +167,7 @@ def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[st
         return describe("the plan", [f"digest {value:x}" for value in values])
     texts = [describe(key, [each.get(key, "nothing") for each in said]) for key in keys[:MOST_SHOWN]]
     more = f"; and about {len(keys) - MOST_SHOWN} more keys" if len(keys) > MOST_SHOWN else ""
-    return "; ".join(texts) + more + ". Start every rank with the same configuration and command line"
+    return "; ".join(texts) + more + ". Start every rank with the same configuration"
 
 
 def _ranks(ranks: list[int]) -> str:

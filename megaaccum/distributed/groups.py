@@ -5,18 +5,19 @@ Megatron's collection of groups has no types, so each property names that of its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.platform import cpu
+from megaaccum.upstream import megatron
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,12 +31,24 @@ class Groups:
     """This rank's process group in every parallel dimension.
 
     collection: the `pg_collection` argument of Megatron's models and schedules. timeout_minutes: of groups that are
-    made later.
+    made later. held: what Megatron's parallel_state holds with these groups; default: what it holds now.
     """
 
     layout: RankLayout
     collection: ProcessGroupCollection
     timeout_minutes: float
+    held: Mapping[str, Any] = field(default_factory=megatron.held_groups, repr=False, compare=False)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Context in which Megatron's parallel_state holds these groups, as parts of its models ask it and not the
+        collection. An engine's methods run in it, so engines of several layouts can live in one process."""
+        before = megatron.held_groups()
+        megatron.hold_groups(self.held)
+        try:
+            yield
+        finally:
+            megatron.hold_groups(before)
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -126,11 +139,13 @@ class Seat:
 def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
     """Build all process groups of `layout` (collective over the world; torch.distributed has to be initialised).
 
-    tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost.
+    tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost. Megatron's parallel_state
+    then holds these; groups of another layout that it held stay usable in their `current`.
     """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    megatron.hold_groups({})
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -142,7 +157,21 @@ def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
         create_gloo_process_groups=False,
     )
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    return Groups(layout=layout, collection=collection, timeout_minutes=timeout_minutes)
+    built = Groups(layout=layout, collection=collection, timeout_minutes=timeout_minutes)
+    _built.append(built)
+    return built
+
+
+_built: list[Groups] = []
+"""The groups that `build` made in this process, since `destroy`."""
+
+
+def built_in_parallel_state() -> Groups | None:
+    """The groups that Megatron's parallel_state holds, if `build` made them, else None."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_model_parallel_group(check_initialized=False)
+    return next((each for each in _built if each.collection.mp is group), None)
 
 
 def for_background(timeout_minutes: float) -> dist.ProcessGroup:
@@ -162,6 +191,21 @@ def default_collection() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def share_reports(reports: Sequence[Any], pp: dist.ProcessGroup, source: int) -> list[Any]:
+    """The reports of loss functions that rank `source` of a pipeline has, on all its ranks, tensors on their devices.
+    Collective over the pipeline."""
+    sent = [[_on(torch.device("cpu"), each) for each in reports]]
+    dist.broadcast_object_list(sent, group=pp, group_src=source)
+    return [_on(cpu.device(), each) for each in sent[0]]
+
+
+def _on(device: torch.device, report: Any) -> Any:
+    """A report with its tensors on `device`."""
+    if isinstance(report, dict):
+        return {name: _on(device, each) for name, each in report.items()}
+    return report.to(device) if isinstance(report, torch.Tensor) else report
+
+
 def carries_by_nccl(group: dist.ProcessGroup) -> bool:
     """Whether tensors of this rank's device cross `group` by NCCL, even if it has gloo for the host's
     (`cpu:gloo,cuda:nccl`)."""
@@ -175,6 +219,7 @@ def destroy() -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     parallel_state.destroy_model_parallel()
+    _built.clear()
     destroy_moe_metrics_tracker()
 
 

@@ -38,6 +38,8 @@ def prepare() -> None:
 
 def import_torch() -> None:
     """Import torch. Raises LaunchError with the reason if that fails: its wheels load libraries of the system."""
+    # torch then counts GPUs without starting CUDA, which reads its variables (platform/gpu.py) only when it starts.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         importlib.import_module("torch")
     except Exception as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config import slurm
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.errors import LaunchError
 from megaaccum.platform import cpu, determinism, gpu
@@ -48,6 +49,7 @@ def start_process_group(plan: Plan) -> None:
         _outlast_gloo()
     if torch.distributed.is_initialized():
         return
+    slurm.adopt()
     if "RANK" not in os.environ:
         os.environ.update(_ALONE)
     gpu.prepare(plan)

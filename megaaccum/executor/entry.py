@@ -21,7 +21,7 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import build, by_executor
 from megaaccum.schedule.overlap import warm_up
 from megaaccum.schedule.simulate import simulate
-from megaaccum.schedule.validate import sends, validate
+from megaaccum.schedule.validate import Message, sends, sends_needed, validate
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -92,6 +92,7 @@ class ForwardBackward:
         self._channels: dict[int, PipelineChannels] = {}
         self._connected: set[tuple[int, int]] = set()
         self._proven: set[int] = set()
+        self._needed: dict[tuple[int, bool], dict[tuple[str, Message], int]] = {}
         self._installed: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
         """Chunks whose layers put their weight gradients aside, and of these the layers that split their own
         backward."""
@@ -165,6 +166,7 @@ class ForwardBackward:
             schedule,
             self._channels_of(pp, schedule),
             lambda message: blank.new_empty(shapes[message[1]]),
+            self._sends_needed(schedule, pp.rank(), call.forward_only),
             forward_only=call.forward_only,
         )
         splitting = [layer for chunk in call.chunks for layer in self._installed[chunk]]
@@ -206,6 +208,12 @@ class ForwardBackward:
             validate(schedule)
             self._proven.add(num_microbatches)
         return schedule
+
+    def _sends_needed(self, schedule: Schedule, rank: int, forward_only: bool) -> dict[tuple[str, Message], int]:
+        size = schedule.num_microbatches, forward_only
+        if size not in self._needed:
+            self._needed[size] = sends_needed(schedule, rank, forward_only=forward_only)
+        return self._needed[size]
 
     def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> PipelineChannels:
         if id(pp) not in self._channels:

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -28,8 +28,8 @@ from megaaccum.schedule.validate import Channel, Message, receives, sends
 AHEAD = 2
 """Receives that are posted on a channel before they are needed, over gloo."""
 AHEAD_ON_NCCL = 1
-"""The same over NCCL. A second one would wait on the device for the first, and where streams share a hardware queue
-everything launched later would wait for both, among it the send that the first one's sender waits for."""
+"""The same over NCCL, where a receive is a kernel that holds multiprocessors while it waits. A second one would wait on
+the device for the first."""
 
 SMALL = 1 << 20
 """Bytes, over gloo, up to which receives of a channel are posted ahead whatever their number, and sends are kept
@@ -161,8 +161,11 @@ class PipelineChannels:
 class Mail:
     """Sends and receives of one rank in one flush. Used by one thread.
 
-    members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape.
-    forward_only: activations alone.
+    members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape. needs: sends of this rank
+    without which a message does not come (`schedule.validate.sends_needed`); its receive is posted after them. Over
+    NCCL a receive is a kernel: one that waited for a later pass of its own rank would wait for ever as soon as that
+    rank's host waits for its device, as CUDA does to load a kernel or to free memory. Nothing is lost, as the message
+    cannot come earlier. forward_only: activations alone.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Mail:
         schedule: Schedule,
         channels: PipelineChannels,
         new_buffer: Callable[[Message], torch.Tensor],
+        needs: Mapping[tuple[str, Message], int],
         *,
         forward_only: bool = False,
     ):
@@ -183,6 +187,7 @@ class Mail:
         self._ahead, self._small = (AHEAD_ON_NCCL, 0) if channels.on_nccl else (AHEAD, SMALL)
         self._stream = torch.cuda.current_stream() if channels.on_nccl else None
         self._closed = list(self._due)
+        self._needs, self._num_sent = needs, 0
         self._to_fill: set[Channel] = set()  # after the next send
 
     def _open(self, kinds: str) -> None:
@@ -201,9 +206,13 @@ class Mail:
         (source, _, kind), due, posted = channel, self._due[channel], self._posted[channel]
         nbytes = sum(buffer.nbytes for _, _, buffer in posted)
         while due and (len(posted) < self._ahead or nbytes < self._small):
+            if self._needs.get((kind, due[0]), 0) > self._num_sent:
+                self._to_fill.add(channel)
+                return
             buffer = self.new_buffer(message := due.popleft())
             posted.append((message, self._channels.receive(buffer, source, kind), buffer))
             nbytes += buffer.nbytes
+        self._to_fill.discard(channel)
 
     def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
@@ -211,6 +220,8 @@ class Mail:
         channel = (source, self._rank, kind)
         posted = self._posted[channel]
         while (channel, message) not in self._kept:  # what was sent before it is asked for later
+            if not posted:
+                self._fill(channel)
             sent, work, buffer = posted.popleft()
             self._kept[channel, sent] = work, buffer
             if not posted:  # before waiting: it takes a while, and the message may still be on its way
@@ -224,10 +235,11 @@ class Mail:
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> None:
         """Begin to send; `tensor` must not change any more, and is let go once it has left."""
         self._outbox.put(self._channels.send(tensor, target, kind), tensor)
+        self._num_sent += 1
         # Not before: others wait for what this rank sends first.
         self._open("FB")
-        while self._to_fill:
-            self._fill(self._to_fill.pop())
+        for channel in [*self._to_fill]:
+            self._fill(channel)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

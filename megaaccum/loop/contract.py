@@ -29,7 +29,7 @@ from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
-from megaaccum.distributed.groups import default_collection
+from megaaccum.distributed.groups import default_collection, share_reports
 from megaaccum.distributed.start import start_together
 from megaaccum.engine import OptimizerFactory, groups_of, optimizer_of
 from megaaccum.errors import ConfigError
@@ -474,13 +474,5 @@ def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:
 def _report_on_last_rank(run: Callable[..., list[Any]], *, pg_collection: Any = None, **arguments: Any) -> list[Any]:
     reports = run(pg_collection=pg_collection, **arguments)
     pp = (pg_collection or default_collection()).pp
-    sent = [[_on(torch.device("cpu"), each) for each in reports]]
-    dist.broadcast_object_list(sent, src=dist.get_global_rank(pp, 0), group=pp)
-    return [_on(cpu.device(), each) for each in sent[0]] if pp.rank() == pp.size() - 1 else reports
-
-
-def _on(device: torch.device, report: Any) -> Any:
-    """A report with its tensors on `device`."""
-    if isinstance(report, dict):
-        return {name: _on(device, each) for name, each in report.items()}
-    return report.to(device) if isinstance(report, torch.Tensor) else report
+    shared = share_reports(reports, pp, source=0)
+    return shared if pp.rank() == pp.size() - 1 else reports

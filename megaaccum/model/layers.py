@@ -1,8 +1,8 @@
 """Kind of the layers of a model: one decision for plan, check, train and checkpoints. No torch.
 
-Transformer Engine's layers run if it is installed and a GPU is found, under every schedule: under those of megaaccum's
-executor they leave their weight gradients for W. Otherwise Megatron's own layers run, with torch's fused core of
-attention on a GPU, so that no schedule saves scores of sequence length squared.
+Transformer Engine's layers run if it is installed, a GPU is found and parameters have 16 bits (or products 8), under
+every schedule: under those of megaaccum's executor they leave their weight gradients for W. Otherwise Megatron's own
+layers run, with torch's fused core of attention on a GPU, so that no schedule saves scores of sequence length squared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _uses_te(config: Config, splits: bool, has_te: bool) -> bool:
         return config.model.transformer_impl == "transformer_engine"
     # The other backends' hooks on gradients would run before a delayed weight gradient exists (rules/pipeline.py).
     hears = not splits or config.sharding.backend == "deepspeed"
-    return has_te and hears
+    # TE 2.20 multiplies FP32 in TF32 whatever torch.backends allows, and takes no FP64.
+    exact = config.sharding.params_dtype in ("fp32", "fp64") and config.quantization.fp8_format is None
+    return has_te and hears and not exact
 
 
 def on_a_gpu(config: Config, schedule: str | None = None) -> Layers:

@@ -61,7 +61,10 @@ def _with_te(plan: Plan) -> Iterator[str]:
 def _without_te(plan: Plan) -> Iterator[str]:
     """Problems of Megatron-core 0.19's own layers."""
     model = plan.config.model
-    here = "layers here are Megatron's local ones (no GPU, or no Transformer Engine: `megaaccum doctor` says which)"
+    why = "no GPU, or no Transformer Engine: `megaaccum doctor` says which"
+    if model.transformer_impl == "auto" and (dtype := plan.config.sharding.params_dtype) in ("fp32", "fp64"):
+        why = f"params_dtype is {dtype}, or {why}"
+    here = f"layers here are Megatron's local ones ({why})"
     if model.num_experts and model.add_bias_linear:
         yield (
             f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, but {here}. Set "

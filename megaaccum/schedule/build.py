@@ -63,7 +63,7 @@ def entry(name: str) -> Entry:
         near = did_you_mean(name, _REGISTRY, most=1)
         raise ScheduleError(
             f"there is no schedule {name!r}{near}. Known are {', '.join(_REGISTRY)}, and the path of a CSV file, which"
-            " ends in .csv."
+            " ends in .csv"
         )
     return _REGISTRY[name]
 

@@ -138,6 +138,38 @@ def receives(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
     return found
 
 
+def sends_needed(schedule: Schedule, rank: int, *, forward_only: bool = False) -> dict[tuple[str, Message], int]:
+    """How many of the rank's sends come before each message (kind, (stage that sends, micro-batch)), which depends on
+    the last of them, over whatever ranks. forward_only: in a flush of forwards alone. The schedule is valid."""
+    queues = [
+        iter([a for a in schedule.actions(r) if a.kind in ("F" if forward_only else "FIB")]) for r in range(schedule.pp)
+    ]
+    owner, last, sent = schedule.rank_of_stage, schedule.num_stages - 1, 0
+    due = [next(queue, None) for queue in queues]
+    latest = [0] * schedule.pp
+    """On each rank, the number of `rank`'s sends that its next action comes after."""
+    made: dict[tuple[str, Message], int] = {}
+    waiting = [*range(schedule.pp)]
+    while waiting:
+        here = waiting.pop()
+        while (action := due[here]) is not None:
+            kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
+            stage = schedule.stage(here, action)
+            source = kind, (stage - step, action.microbatch)
+            if 0 <= stage - step <= last:
+                if source not in made:
+                    break
+                latest[here] = max(latest[here], made[source])
+            if 0 <= stage + step <= last:
+                if here == rank and owner[stage + step] != rank:
+                    sent += 1
+                    latest[here] = sent
+                made[kind, (stage, action.microbatch)] = latest[here]
+                waiting.append(owner[stage + step])
+            due[here] = next(queues[here], None)
+    return made
+
+
 # --- progress --------------------------------------------------------------------------------------------------------
 
 

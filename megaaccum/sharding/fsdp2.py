@@ -87,7 +87,8 @@ class Fsdp2Backend:
         grad_reduce_dtype."""
         sharding = plan.config.sharding
         compute = next(chunk.parameters()).dtype
-        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32":
+        is_trained = any(param.requires_grad for param in chunk.parameters())
+        if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32" and is_trained:
             chunk.float()
         self._sum_dtype = None if compute is torch.float64 else names.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(

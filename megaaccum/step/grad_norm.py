@@ -90,13 +90,13 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
     # A comparison with a value that is not a number is false, so that MAX may lose it.
     largest = torch.where(largest.isfinite(), largest, torch.inf)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    exponent = math.frexp(float(largest))[1]
+    exponent = max(math.frexp(float(largest))[1], -1000)  # 2.0**-exponent is finite
     digits = torch.zeros(_DIGITS, dtype=torch.int64, device=cpu.device())
     if not math.isfinite(float(largest)):
         return largest.cpu()
     for grad in grads:
         for part in grad.reshape(-1).split(_CHUNK):
-            rest = torch.ldexp(part.double(), torch.tensor(-exponent, device=part.device)).square_()
+            rest = part.double().mul_(2.0**-exponent).square_()
             for number in range(_DIGITS):
                 rest.mul_(2**_BITS)
                 digit = rest.floor()

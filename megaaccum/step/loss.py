@@ -207,11 +207,17 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
     return total.reshape(()), weight.reshape(()), kept
 
 
+def _default_of(report: torch.Tensor) -> str:
+    """How a report is reduced that the caller does not name."""
+    return "mean" if report.is_floating_point() or report.numel() > 1 else "sum"
+
+
 class ReportReducer:
     """Reduces the reports of loss functions over the step's micro-batches and all ranks.
 
     how: by name `sum`, `mean` (by the micro-batch's weight; of Megatron's pair [sum, count] the quotient of sums) or
-    `microbatch` (as they are, on the ranks of the last stage). Names that are not given are means.
+    `microbatch` (as they are, on the ranks of the last stage). Names that are not given are means, but a whole number
+    (a tensor of integers or booleans) is a count and is added up.
     """
 
     def __init__(self, how: Mapping[str, str] | None = None):
@@ -226,13 +232,17 @@ class ReportReducer:
 
     def register(self, tally: Tally) -> None:
         """Make the names known to all ranks; collective over the world."""
-        everyone: list[list[str] | None] = [None] * dist.get_world_size()
+        everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, self._reduced(tally))
-        self._names = sorted({*self._names, *(name for names in everyone for name in names or [])})
+        for each in everyone:
+            self._how = each | self._how
+            self._names = sorted({*self._names, *each})
 
-    def _reduced(self, tally: Tally) -> list[str]:
+    def _reduced(self, tally: Tally) -> dict[str, str]:
+        """How each report of this rank is reduced over micro-batches."""
+        how = {name: _default_of(value) for reports in tally.reports for name, value in reports.items()} | self._how
         names = dict.fromkeys(name for reports in tally.reports for name in reports)
-        return [name for name in names if self._how.get(name) != "microbatch"]
+        return {name: how[name] for name in names if how[name] != "microbatch"}
 
     def sums(self, tally: Tally) -> list[torch.Tensor]:
         """[numerator, denominator] of each known name, of this rank's micro-batches; float64."""

@@ -159,8 +159,8 @@ class Recovery:
             if verdict.bad and 0 < limit <= count:
                 raise StepError(
                     f"step {step} is the {_ordinal(count)} bad step {which} ({key} {limit}). {verdict.note}. Resume"
-                    " from the last good checkpoint with a lower lr (--override lr_schedule) or other data"
-                    f" (--override data), or raise {key}."
+                    " from the last good checkpoint with a lower lr (set override to lr_schedule) or other data"
+                    f" (override data), or raise {key}."
                 )
 
     def state_dict(self) -> dict[str, Any]:

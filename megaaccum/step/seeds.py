@@ -119,6 +119,7 @@ def seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Modu
 
 _DRAW_NOTHING = (
     "megaaccum.model.",
+    "megatron.core.extensions.",
     "megatron.core.fusions.",
     "megatron.core.models.common.embeddings.",
     "megatron.core.models.gpt.",
@@ -129,6 +130,7 @@ _DRAW_NOTHING = (
     "torch.nn.modules.linear",
     "torch.nn.modules.normalization",
     "torch.nn.modules.sparse",
+    "transformer_engine.",
 )
 """Modules whose classes draw nothing in a forward where dropout is 0."""
 

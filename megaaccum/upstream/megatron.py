@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megaaccum.upstream.adam import adam_views, optimizer_tensors, set_adam_step
 from megaaccum.upstream.megatron_training import gpt_builder as builder
@@ -19,13 +20,16 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 def check() -> list[str]:
     """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
-    latent attention projects down by the method that `sum_rotated_key` replaces, and a bucket group has a handle while
-    it is being reduced. Sentences on those that this version lacks; empty when all is well."""
+    latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
+    is being reduced, and parallel_state's groups are globals. Sentences on those that this version lacks; empty when
+    all is well."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     problems = []
+    if not {"_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"} <= held_groups().keys():
+        problems.append("parallel_state does not hold its groups in globals")
     if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
         problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
     if "self.grad_reduce_handle" not in inspect.getsource(_ParamAndGradBucketGroup.start_grad_sync):
@@ -36,6 +40,18 @@ def check() -> list[str]:
             if name not in source:
                 problems.append(f"{cls.__name__}.forward has no {name}")
     return problems
+
+
+def held_groups() -> dict[str, Any]:
+    """Everything that Megatron's parallel_state holds: the globals of its module (megatron-core 0.19). It has no way to
+    hold the groups of two layouts."""
+    return {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()}
+
+
+def hold_groups(held: Mapping[str, Any]) -> None:
+    """Let Megatron's parallel_state hold what `held_groups` returned earlier; nothing at all if that is empty."""
+    nothing: dict[str, Any] = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
+    vars(parallel_state).update(held or nothing)
 
 
 def has_transformer_engine() -> bool:
@@ -70,7 +86,6 @@ def linear_forward(*, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Megatron-core's own product of a parallel linear layer. After a frozen weight (megatron-core 0.19:
     LinearWithFrozenWeight) it gives a trained bias no gradient, so the bias is added here. Its row-parallel layer names
     no tp group, of which rank 0 would warn in each product (60 us each, also when the warning is not shown)."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
     if arguments.get("tp_group") is None and parallel_state.is_initialized():

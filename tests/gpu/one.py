@@ -3,10 +3,11 @@
     python -m tests.gpu.one env smoke sync adam       # subcommands, or names of cases (--list shows both)
     python -m tests.gpu.one --dry-run smoke           # the same code on a CPU, over gloo, with sizes for a CPU
 
-Lines are appended to docs/benchmarks/gpu.jsonl (--out FILE; a dry run writes to gpu_dry.jsonl beside it only if --out
-says so). A case whose last line is of this commit and machine and is ok is not run again (--again runs it). Exit code 1
-if a case failed. Several ranks on one GPU: NCCL refuses two ranks of one GPU on one host, so each says it is a host of
-its own (NCCL_HOSTID) and they talk over sockets: NCCL's streams, order and waits are real, its speed is not.
+Lines are appended as cases end to docs/benchmarks/gpu.jsonl, or to gpu.jsonl in the folder that OUT names (--out FILE;
+a dry run writes to a file only if --out says so). A case whose last line is of this commit and machine and is ok is not
+run again (--again runs it). Exit code 1 if a case failed. Several ranks on one GPU: NCCL refuses two ranks of one GPU
+on one host, so each says it is a host of its own (NCCL_HOSTID) and they talk over sockets: NCCL's streams, order and
+waits are real, its speed is not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.gpu.spec import Spec, specs
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "gpu.jsonl"
+"""Results that are committed; the variable OUT names another folder, where nothing but that folder outlasts a run."""
 PACKAGES = ("torch", "megatron-core", "deepspeed", "transformer-engine", "megaaccum")
 
 
@@ -52,7 +54,8 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         _prepare_forks()
     where = conditions(dry=args.dry_run)
-    out = args.out or (None if args.dry_run else OUT)
+    folder = Path(os.environ.get("OUT") or OUT.parent)
+    out = args.out or (None if args.dry_run else folder / OUT.name)
     done = set() if args.again or out is None else passed(out, where)
     results = [_reported(spec, where, out, dry=args.dry_run) for spec in chosen if spec.name not in done]
     print(f"{sum(each['ok'] for each in results)} of {len(results)} ok, {len(chosen) - len(results)} passed before")

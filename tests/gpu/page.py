@@ -53,7 +53,12 @@ def _state(names: list[str], lines: dict[str, dict[str, Any]]) -> str:
     parts = [f"{len(found) - len(failed)} passed"]
     parts += [f"failed: {', '.join(failed)}"] if failed else []
     parts += [f"{len(names) - len(found)} never run"] if len(found) < len(names) else []
-    machines = sorted({f"{line['machine']}, torch {line['versions']['torch']}" for line in found.values()})
+    machines = sorted(
+        {
+            f"{line['machine']}, torch {line['versions']['torch']}, commit {line['commit'][:7]}"
+            for line in found.values()
+        }
+    )
     return f"{'; '.join(parts)} ({'; '.join(machines)})"
 
 

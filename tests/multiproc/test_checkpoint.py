@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -237,9 +238,13 @@ def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, background):
     current = tmp_path / "step_0000001"
-    for text, latest, left, step in run_ranks(with_a_disk_that_fails, 2, str(tmp_path), background):
+    ended = run_ranks(with_a_disk_that_fails, 2, str(tmp_path), background)
+    written = sum(file.stat().st_size for file in current.glob("*.distcp"))
+    for text, latest, left, step in ended:
         assert text.startswith("the checkpoint of step 2 could not be written: No space left on device (")
-        assert text.endswith(f"GiB are free in {tmp_path}); the last good checkpoint is {current} [rank 0]")
+        found = re.search(rf"iB are free in {tmp_path}, the checkpoint's tensors are (\S+) KiB\); the last", text)
+        assert found and written / 2 < float(found[1]) * 1024 < written, "files have a name and a record of each tensor"
+        assert text.endswith(f"; the last good checkpoint is {current} [rank 0]")
         assert (latest, left, step) == (str(current), "latest step_0000001", 1)
 
 
@@ -456,7 +461,7 @@ def with_bad_ones(folder: str, *bad: str) -> tuple[int | None, list[str]]:
         (["step_0000004", "step_0000003"], 2, ["step_0000003/__0_0.distcp is cut short", "resumes from step_0000002"]),
         (["latest"], 4, ["names 'step_000', which is not a whole checkpoint", "resumes from step_0000004"]),
         (["latest", "step_0000004"], 3, ["step_0000004/__0_0.distcp is cut short"]),
-        ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: start afresh with"]),
+        ([f"step_000000{n}" for n in (1, 2, 3, 4)], None, ["holds no other whole checkpoint: set no_load"]),
     ],
     ids=["current", "two", "pointer", "both", "all"],
 )

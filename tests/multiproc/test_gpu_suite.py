@@ -60,3 +60,23 @@ def test_a_rank_of_a_gpu_is_a_command(tmp_path: Path):
     (case,) = one.choose(["env"])
     ran = ended(*one._command(case, 0, tmp_path), "--dry-run", **one._environment(case, 0, tmp_path))
     assert (ran.returncode, json.loads((tmp_path / "0.json").read_text())["ok"]) == (0, True), ran
+
+
+def test_results_outlast_a_run_in_the_folder_that_is_named(tmp_path: Path, monkeypatch):
+    """A case that has passed at this commit and machine, by the lines in that folder, is not run again."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("COMMIT", "1234")
+    where = one.conditions(dry=False)
+    monkeypatch.setattr(one, "conditions", lambda *, dry: where)
+    ran: list[str] = []
+
+    def run(case: spec.Spec, *, dry: bool) -> dict:
+        ran.append(case.name)
+        return {"ok": case.name == "env"}
+
+    monkeypatch.setattr(one, "run", run)
+    assert one.main(["env", "adam"]) == 1
+    assert one.main(["env", "adam"]) == 1
+    assert ran == ["env", "adam", "adam"]
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [(line["case"], line["commit"]) for line in lines] == [(name, "1234") for name in ran]

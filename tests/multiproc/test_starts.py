@@ -10,6 +10,7 @@ from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import receipts
 from tests.multiproc.test_train import losses
+from tests.support.data_samples import counting_pair
 from tests.support.whole_runs import LAUNCHER
 
 RUN = (
@@ -79,6 +80,30 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
     assert last["kept"]["loss"] == pytest.approx(last["fresh"]["loss"])
 
 
+def with_tokenizer(path, words: str) -> str:
+    """A tokenizer file of 400 numbered words."""
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({f"{words}{number}": number for number in range(400)}, unk_token=f"{words}0")
+    tokenizers.Tokenizer(model).save(str(path))
+    return f"--tokenizer_model {path} "
+
+
+def test_weights_of_another_tokenizer_are_noted(tmp_path):
+    pair = counting_pair(tmp_path / "corpus", num_documents=10)
+    run = RUN.replace("--mock_data --vocab_size 64 ", f"--data_path {pair} --split 100,0,0 --lr 1e-2 ")
+    ours, theirs = (with_tokenizer(tmp_path / f"{words}.json", words) for words in ("ours", "theirs"))
+    tuned = f"{run}--finetune --load {tmp_path}/run/checkpoints --exit_interval 1 --output_dir {tmp_path}/"
+    first = f"{run}{ours}--output_dir {tmp_path}/run --exit_interval 1"
+    assert start(first, f"{tuned}same {ours}", f"{tuned}other {theirs}") == ["", "", ""]
+    same, other = (receipts.read_all(tmp_path / name)[0]["events"] for name in ("same", "other"))
+    (note,) = [event["text"] for event in other if event["kind"] == "resume"]
+    assert note.startswith("vocabulary: 400 ids (") and note.endswith(
+        "another word than the one that the weights learned"
+    )
+    assert not [event for event in same if event["kind"] == "resume"]
+
+
 def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path):
     first = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/run --save {tmp_path}/run/ck --exit_interval 2 "
     other = f"{RUN}--lr 5e-3 --seed 5 --output_dir {tmp_path}/other --load {tmp_path}/run/ck --exit_interval 4 "
@@ -89,7 +114,7 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     assert "global_batch_size: 4 in the checkpoint, 8 in the configuration; set global_batch_size to 4" in batch
     assert "lr: the checkpoint was made with 0.01, the configuration says 0.005; set lr to 0.01" in rest
     assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
-    assert rest.endswith("or add --override lr_schedule,data")
+    assert rest.endswith("or set override to lr_schedule,data")
     assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
     steps = {row["step"]: row for row in rows(tmp_path / "other")}
     assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}

@@ -162,11 +162,11 @@ def test_the_end_after_bad_steps_names_remedies_that_work(folder):
             assert end.error is not None
             assert "step 6 is the 2nd bad step in a row" in end.error.text
             assert f"The last good checkpoint is {output / 'checkpoints' / 'step_0000004'}" in end.error.text
-    words = re.search(r"lower lr \((--override \w+)\) or other data \((--override \w+)\)", ends[0].error.text)
+    words = re.search(r"lower lr \(set override to (\w+)\) or other data \(override (\w+)\)", ends[0].error.text)
     assert words
-    lower, named = words.groups()
+    (_, asked), (lower, named) = words.groups(), (f"--override {word}" for word in words.groups())
     for end in try_ranks(train_with_poison, 2, f"{start}{other}", output, init=False, timeout=90):
-        assert end.error is not None and f"or add {named}" in end.error.text
+        assert end.error is not None and f"or set override to {asked}" in end.error.text
     run_ranks(train_with_poison, 2, f"{start}{other} {named} --max_steps 2", output, init=False, timeout=90)
     seen = [record for record in records(output) if not record["skipped"]]
     assert [(r["step"], r["consumed_samples"]) for r in seen] == [(step, 4 * step) for step in range(1, 7)]

@@ -11,7 +11,7 @@ What is launched comes from the executor's own `Mail`, over channels that only n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,7 @@ import torch
 
 from megaaccum.executor.p2p import Mail
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.validate import sends
+from megaaccum.schedule.validate import sends, sends_needed
 
 COMPUTE = "compute"
 
@@ -87,11 +87,13 @@ def stream_of(channel: tuple[int, int, str]) -> Hashable:
     return kind, target > source, frozenset((source, target))
 
 
-def launched(schedule: Schedule, rank: int) -> list[Kernel]:
-    """The kernels that `rank` launches in one flush, in order."""
+def launched(schedule: Schedule, rank: int, *, at_once: bool = False) -> list[Kernel]:
+    """The kernels that `rank` launches in one flush, in order. at_once: receives are posted ahead whatever
+    their messages wait for."""
     on = Launched(rank, list(range(schedule.pp)))
     with patch.object(torch.cuda, "current_stream", lambda: None):  # there is no GPU
-        mail = Mail(schedule, on, lambda _message: torch.empty(0))  # type: ignore[arg-type]
+        needs = {} if at_once else sends_needed(schedule, rank)
+        mail = Mail(schedule, on, lambda _message: torch.empty(0), needs)  # type: ignore[arg-type]
     owner, last = schedule.rank_of_stage, schedule.num_stages - 1
     for action in schedule.actions(rank):
         stage, kind = schedule.stage(rank, action), "F" if action.kind == "F" else "B"
@@ -106,12 +108,38 @@ def launched(schedule: Schedule, rank: int) -> list[Kernel]:
     return on.kernels
 
 
-def stuck(schedule: Schedule, queues: int, offset: int = 0, *, lenient: bool = False) -> list[str]:
+Place = tuple[int, int]
+"""A rank, and the number of one of its kernels."""
+
+
+def passes(schedule: Schedule, *, at_once: bool = False) -> list[Place]:
+    """Every pass of a flush."""
+    kernels = [launched(schedule, rank, at_once=at_once) for rank in range(schedule.pp)]
+    return [
+        (rank, at) for rank, each in enumerate(kernels) for at, kernel in enumerate(each) if kernel.stream == COMPUTE
+    ]
+
+
+def stuck(
+    schedule: Schedule,
+    queues: int,
+    offset: int = 0,
+    *,
+    lenient: bool = False,
+    at_once: bool = False,
+    waits: Collection[Place] = (),
+) -> list[str]:
     """The kernels at which queues wait for ever, empty where the flush ends. Compute has queue 0; streams of messages
-    share the others (or queue 0 where it is the only one) in the order in which they are connected, from `offset`."""
+    share the others (or queue 0 where it is the only one) in the order in which they are connected, from `offset`.
+    waits: kernels before whose launch the rank's host waits until its device has nothing left to do."""
     channels = sorted({channel for rank in range(schedule.pp) for channel in sends(schedule, rank)})
     ranks = [
-        _Rank(launched(schedule, rank), _queue_of(channels, rank, queues, offset), lenient)
+        _Rank(
+            launched(schedule, rank, at_once=at_once),
+            _queue_of(channels, rank, queues, offset),
+            lenient,
+            sorted(at for where, at in waits if where == rank),
+        )
         for rank in range(schedule.pp)
     ]
     begun: dict[Hashable, tuple[_Rank, int]] = {}
@@ -127,8 +155,8 @@ def _queue_of(channels: list[tuple[int, int, str]], rank: int, queues: int, offs
 
 
 class _Rank:
-    def __init__(self, kernels: list[Kernel], queue_of: dict[Hashable, int], lenient: bool):
-        self._lenient = lenient
+    def __init__(self, kernels: list[Kernel], queue_of: dict[Hashable, int], lenient: bool, waits: list[int]):
+        self._lenient, self._waits = lenient, waits
         self.kernels, self.ended, self._started = kernels, set[int](), set[int]()
         self.waiting: dict[int, list[int]] = defaultdict(list)
         self._before: list[int | None] = []
@@ -149,6 +177,10 @@ class _Rank:
 
     def _try(self, number: int, begun: dict[Hashable, tuple[_Rank, int]]) -> bool:
         """Start the kernel if it can start; whether its queue can go on."""
+        while self._waits and len(self.ended) == self._waits[0]:  # none after it has been launched
+            self._waits.pop(0)
+        if self._waits and number >= self._waits[0]:
+            return False
         kernel, before = self.kernels[number], self._before[number]
         needs = {*kernel.needs, *([] if before is None else [before])}
         if number not in self._started and needs <= self.ended:

@@ -28,6 +28,7 @@ COMMANDS_FLAGS = {
     "check": {"world-size", "hostfile", "json", "record"},
     "build": {"input", "output-prefix", "tokenizer", "train-tokenizer", "vocab-size", "append-eod"},
     "train": {"config"},
+    "keys": set(),
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture"},
     "plan": {
         "gpus",
@@ -91,6 +92,8 @@ def problems(line: str) -> list[str]:
     else:
         return []
     files = [word for word in words if re.match(r"(configs|launch|docs)/", word) and not (ROOT / word).exists()]
+    if words[0] == "srun":  # its own flags come before the program
+        words = words[words.index("python") :]
     flags = [word[2:] for word in words if word.startswith("--") and word[2:] not in known]
     return files + [flag for flag in flags if not is_key(flag)]
 

@@ -28,6 +28,11 @@ def double_precision(subject: Subject) -> Iterator[str]:
             f" float64 parameters, but backend is {subject.sharding.backend}: set backend to ddp, or params_dtype to"
             " fp32."
         )
+    if subject.sharding.params_dtype == "fp64" and subject.model.transformer_impl == "transformer_engine":
+        yield (
+            "Transformer Engine's layers take no fp64 parameters: set transformer_impl to auto, or params_dtype to"
+            " fp32."
+        )
 
 
 def low_precision_sums(subject: Subject) -> Iterator[str]:

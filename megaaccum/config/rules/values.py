@@ -34,7 +34,8 @@ def required(subject: Subject) -> Iterator[str]:
         if name in subject.given(name):
             yield f"{name} is {number}: it must be {facts.range}."
         else:
-            yield f"{name} is required; add it to the file, or give --{name} on the command line."
+            where = "give it to Plan.of" if subject.own_model else f"add it to the file, or give --{name}"
+            yield f"{name} is required: {where}."
 
 
 def ranges(subject: Subject) -> Iterator[str]:

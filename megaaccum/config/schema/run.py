@@ -17,7 +17,8 @@ class StepConfig:
     initial_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 65536.0
     """Dynamic loss scale of the first step."""
     min_loss_scale: Annotated[float, Facts(above=0, needs="fp16")] = 1.0
-    """Floor of the dynamic loss scale: a step that overflows there ends the run."""
+    """Floor of the dynamic loss scale. After an overflow there the step counts without the elements that overflowed
+    (nonfinite zero), or the run ends (skip, drop_microbatch, raise)."""
     loss_scale_window: Annotated[int, Facts(at_least=1, needs="fp16")] = 2000
     """Steps in a row without an overflow after which the dynamic loss scale doubles."""
     hysteresis: Annotated[int, Facts(at_least=1, needs="fp16")] = 1

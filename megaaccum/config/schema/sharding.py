@@ -29,8 +29,8 @@ class ShardingConfig:
     data_parallel_replicas: Annotated[int, Facts(at_least=1)] = 1
     """With backend fsdp2: groups of data-parallel ranks that each hold the whole sharded model (HSDP)."""
     deterministic: Annotated[bool, Facts(core="deterministic_mode")] = False
-    """A run repeats to the bit: the ranks' gradients are added in rank order on any backend, and kernels are those that
-    repeat (on a CPU, of one thread)."""
+    """A run repeats to the bit: the ranks' gradients are added in rank order, and kernels are those that repeat (on a
+    CPU, of one thread)."""
     reproducible: Literal["none", "layout"] = "none"
     """layout: loss, norm, gradient and weights are the same to the bit under every pp, vpp, dp, schedule, backend and
     sync mode with the same micro_batch_size: sums over micro-batches and ranks are made in one order. It includes

@@ -23,47 +23,14 @@ _MOST = 12
 
 def text(verdict: Verdict) -> str:
     """The report that `megaaccum verify` prints."""
-    lines = [f"Layout      {layout_of(verdict)}", *_indented("Note", verdict.notes)]
+    lines = [f"Layout      {verdict.layout}", *_indented("Note", verdict.notes)]
     for comparison in verdict.comparisons:
         lines += ["", *_table(comparison)]
     for comparison in verdict.comparisons:
         lines += _failures(comparison)
     if verdict.diagnosis is not None:
         lines += ["", *verdict.diagnosis.lines()]
-    return "\n".join([*lines, "", conclusion(verdict)])
-
-
-def conclusion(verdict: Verdict) -> str:
-    """The last line."""
-    if verdict.problem:
-        return f"Cannot be verified because {verdict.problem}."
-    if verdict.failure:
-        return f"FAIL: the accumulated step did not end: {verdict.failure}"
-    seconds = f"in {verdict.seconds:.0f} s"
-    steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}"
-    if verdict.ok:
-        numbers = sum(len(each.rows) for each in verdict.comparisons)
-        return (
-            f"PASS: {steps}, {numbers} comparisons, all within rounding of one process on the whole batch ({seconds})"
-        )
-    failed = sum(len(each.failed) for each in verdict.comparisons)
-    return f"FAIL: {failed} numbers of {steps} are farther from one process than rounding explains ({seconds})"
-
-
-def layout_of(verdict: Verdict) -> str:
-    """The layout in a line."""
-    plan = verdict.case.plan()
-    at, batch = plan.layout, plan.batch
-    sizes = {"tp": at.tp, "cp": at.cp, "pp": at.pp, "vpp": at.vpp, "ep": at.ep, "dp": at.dp}
-    axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no axis"
-    ranks = f"{at.world_size} rank{'s' * (at.world_size != 1)}"
-    sharding = plan.config.sharding
-    stage = f" ZeRO-{sharding.zero_stage}" if sharding.backend == "deepspeed" else ""
-    return (
-        f"{axes} on {ranks}, schedule {at.schedule}, {batch.grad_accum_steps} x {batch.pp_microbatches} micro-batches"
-        f" of"
-        f" {batch.micro_batch_size} x {batch.seq_length} tokens, {sharding.backend}{stage} {sharding.sync}"
-    )
+    return "\n".join([*lines, "", verdict.conclusion])
 
 
 def _table(comparison: Comparison) -> list[str]:
@@ -101,7 +68,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "exit_code": verdict.exit_code,
         "problem": verdict.problem,
         "failure": verdict.failure,
-        "layout": layout_of(verdict),
+        "layout": verdict.layout,
         "world_size": verdict.case.world_size,
         "keys": verdict.case.keys,
         "steps": verdict.steps,
@@ -160,7 +127,7 @@ def picture(verdict: Verdict, path: Path) -> None:
         axis.set_ylabel(f"relative error, {_NAMES[comparison.lane]}")
         axis.legend(loc="upper right", fontsize=7)
     axes[-1, 0].set_xticks(range(len(names)), names, rotation=90, fontsize=5)
-    figure.suptitle(layout_of(verdict), fontsize=8)
+    figure.suptitle(verdict.layout, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

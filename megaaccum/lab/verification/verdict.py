@@ -44,6 +44,36 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        """The layout and the outcome in two lines; `verify(verbose=True)` prints the whole report."""
+        return f"{self.layout}\n{self.conclusion}"
+
+    @property
+    def layout(self) -> str:
+        """The layout in a line."""
+        plan = self.case.plan()
+        batch = plan.batch
+        return (
+            f"{repr(plan).splitlines()[0]}, {batch.grad_accum_steps} x {batch.pp_microbatches} micro-batches of"
+            f" {batch.micro_batch_size} x {batch.seq_length} tokens"
+        )
+
+    @property
+    def conclusion(self) -> str:
+        """The outcome in a line."""
+        if self.problem:
+            return f"Cannot be verified because {self.problem}."
+        if self.failure:
+            return f"FAIL: the accumulated step did not end: {self.failure}"
+        seconds = f"in {self.seconds:.0f} s"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        if self.ok:
+            numbers = sum(len(each.rows) for each in self.comparisons)
+            within = "all within rounding of one process on the whole batch"
+            return f"PASS: {steps}, {numbers} comparisons, {within} ({seconds})"
+        failed = sum(len(each.failed) for each in self.comparisons)
+        return f"FAIL: {failed} numbers of {steps} are farther from one process than rounding explains ({seconds})"
+
     @property
     def ok(self) -> bool:
         return not self.problem and not self.failure and all(each.ok for each in self.comparisons)

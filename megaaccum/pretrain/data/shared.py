@@ -55,7 +55,8 @@ class SharedLoader:
         self._shape, self._has_documents, self._clock = shape, has_documents, clock
         self._held: dict[int, list[Batch]] = {}
         """Steps that were sent, by the number of micro-batches before them."""
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sending: list[dist.Work] = []
+        self._sent: dict[int, torch.Tensor] = {}
         self._reads: list[Any] = [None] * groups.pp.size()
         dist.all_gather_object(self._reads, tuple(reads), group=groups.pp)
         self.read_seconds = 0.0 if self._loader is not None else math.nan
@@ -102,17 +103,22 @@ class SharedLoader:
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._parts(stage, num_microbatches).values())
         message = torch.empty(size, dtype=torch.uint8, device=cpu.device())
         if stage != 0 and all(self._in_front):
-            dist.recv(message, group=self._pp, group_src=0)
+            for work in self._post(dist.irecv, {0: message}):
+                work.wait()
         return self._unpacked(self._spread(message), num_microbatches)
 
     def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
         """Send the first rank of every other stage its inputs. A message is kept until it has arrived."""
-        for work, _ in self._sending:
+        for work in self._sending:
             work.wait()
-        others = range(1, self._pp.size())
-        messages = {stage: self._packed(stage, num_microbatches, mine) for stage in others}
-        sent = [(dist.isend(each, group=self._pp, group_dst=stage), each) for stage, each in messages.items()]
-        self._sending = [(work, each) for work, each in sent if work is not None]
+        self._sent = {stage: self._packed(stage, num_microbatches, mine) for stage in range(1, self._pp.size())}
+        self._sending = self._post(dist.isend, self._sent)
+
+    def _post(self, send_or_receive: Callable[..., Any], messages: dict[int, torch.Tensor]) -> list[dist.Work]:
+        """Start one message to or from each stage. As a batch they use NCCL's communicator of the pipeline; a single
+        message would make one of two ranks for itself, which is pp - 1 on the first stage."""
+        operations = [dist.P2POp(send_or_receive, each, group=self._pp, group_peer=i) for i, each in messages.items()]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _parts(self, stage: int, num_microbatches: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The (dtype, shape) of each part of the message to a stage, in order."""

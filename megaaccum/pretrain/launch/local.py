@@ -103,7 +103,6 @@ def _body(
 
 def _has_gpu() -> bool:
     """Whether there is a GPU, by the driver's management library, which starts no CUDA context."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
 
@@ -112,7 +111,6 @@ def _has_gpu() -> bool:
 
 def num_gpus() -> int:
     """GPUs of this machine; 0 if there is none."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     preload.import_torch()
     import torch
 
@@ -229,11 +227,17 @@ class _Job:
             print(f"megaaccum: ranks that were still waiting were ended: {names}", file=stream)
         if any(process.status == -signal.SIGKILL for process in self.failed):
             print(f"megaaccum: {_KILLED} {self.resume_hint()}".rstrip(), file=stream)
+        elif any(error is not None and error.kind == "UnwrittenCheckpoint" for error in map(self._error, self.failed)):
+            print(f"Free some space. {self.resume_hint()}".rstrip(), file=stream)
         stream.flush()
+
+    def _error(self, process: RankProcess) -> RankError | None:
+        """The record of what ended a rank; None if it wrote none."""
+        return RankError.read(self.error_file(process.rank))
 
     def _lost_a_peer(self, process: RankProcess) -> bool:
         """Whether the rank reports only that another rank has gone."""
-        error = RankError.read(self.error_file(process.rank))
+        error = self._error(process)
         return error is not None and error.traceback is not None and any(word in error.text for word in _PEER_GONE)
 
     def _failure(self, process: RankProcess, *, detailed: bool) -> str | None:
@@ -242,7 +246,7 @@ class _Job:
         A text without a traceback is for the user and does not name the rank: ranks with the same failure share one
         line.
         """
-        error = RankError.read(self.error_file(process.rank))
+        error = self._error(process)
         if error is not None and error.kind == "KeyboardInterrupt":
             return "megaaccum: interrupted"
         assert process.status is not None

@@ -164,6 +164,9 @@ class Saver:
         )
         if afresh:
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
+            for text in self.data.differences(progress.data):
+                if text.startswith("vocabulary"):
+                    self._note(f"{text}: a token's number may be another word than the one that the weights learned")
             return True
         engine.resume(progress, with_optimizer=not only_weights)
         consumed, whole = progress.consumed_samples, engine.plan.ramp.samples_after(run.train_iters)

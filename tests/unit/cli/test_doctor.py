@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import megaaccum
 from megaaccum.cli import doctor
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -65,6 +66,18 @@ def test_what_a_look_at_the_files_shows_comes_before_torch_is_imported(tmp_path,
     assert "Traceback" not in ended.stderr
 
 
+def test_a_start_says_so_before_it_imports_anything(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('torch is imported')")
+    ended = subprocess.run(
+        [sys.executable, "-m", "megaaccum", "train", str(TINY), "--output_dir", str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[0] == "starting 4 ranks, importing torch, DeepSpeed and Megatron"
+    assert "torch is imported" in ended.stderr
+
+
 def test_versions_in_range_are_ok():
     assert set(states(doctor.check_required(GOOD)).values()) == {"ok"}
 
@@ -109,6 +122,37 @@ def test_transformer_engine_is_all_or_none(versions, state, words):
     assert finding.state == state
     assert words in finding.value
     assert bool(finding.remedy) == (state == "broken")
+
+
+GIB = 2**30
+
+
+def test_the_machine_is_described_with_our_own_version():
+    found = {finding.name: finding for finding in doctor.find_machine()}
+    assert list(found) == ["memory", "disk", "shared memory", "limits", "interfaces"]
+    assert "are free in /dev/shm" in found["shared memory"].value and "lo" in found["interfaces"].value
+    assert doctor.Finding("megaaccum", "ok", megaaccum.__version__) in doctor.examine().findings
+
+
+@pytest.mark.parametrize(("free", "state", "text"), [(GIB // 2, "note", "512.00 MiB"), (3 * GIB, "ok", "3.00 GiB")])
+def test_little_space_is_a_note_with_its_reason(free, state, text):
+    finding = doctor.check_space("shared memory", free, 8 * GIB, where="/dev/shm", least=GIB, why="NCCL needs it")
+    assert finding.state == state and finding.value.startswith(f"{text} of 8.00 GiB are free in /dev/shm")
+    assert ("NCCL needs it" in finding.value) == (state == "note")
+
+
+@pytest.mark.parametrize(("files", "state"), [(1024, "note"), (4096, "ok"), (-1, "ok")])
+def test_few_open_files_are_a_note(files, state):
+    finding = doctor.check_limits(files, -1)
+    assert finding.state == state and ("ulimit -n" in finding.value) == (state == "note")
+    assert "unlimited of locked memory" in finding.value
+
+
+@pytest.mark.parametrize(("gloo", "state"), [(None, "ok"), ("eth0", "ok"), ("eth0,ib0", "broken"), ("eth1", "broken")])
+def test_an_interface_that_is_not_there_is_broken(gloo, state):
+    finding = doctor.check_interfaces(["lo", "eth0"], gloo, "ib")
+    assert finding.state == state and "NCCL_SOCKET_IFNAME=ib" in finding.value
+    assert finding.remedy == ("Set GLOO_SOCKET_IFNAME to one of lo, eth0." if state == "broken" else "")
 
 
 def fake_distribution(folder, name, version, summary, files):

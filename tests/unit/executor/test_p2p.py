@@ -117,7 +117,7 @@ def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     channels = SimpleNamespace(rank=1, members=[0, 1, 2], on_nccl=True, send=done, receive=done)
-    mail = Mail(build("gpipe", pp=3, num_microbatches=4), channels, new_buffer)  # type: ignore[arg-type]
+    mail = Mail(build("gpipe", pp=3, num_microbatches=4), channels, new_buffer, {})  # type: ignore[arg-type]
     mail.receive(0, "F", (0, 0))
     with stream("communication"):
         mail.send(torch.zeros(1), 2, "F")
@@ -141,7 +141,7 @@ def noted(nbytes: int) -> tuple[Mail, list[str]]:
     def new_buffer(message: object) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    return Mail(schedule, channels, new_buffer, forward_only=True), events  # type: ignore[arg-type]
+    return Mail(schedule, channels, new_buffer, {}, forward_only=True), events  # type: ignore[arg-type]
 
 
 def test_the_next_large_receive_is_posted_after_what_leaves_first():

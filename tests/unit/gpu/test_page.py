@@ -6,7 +6,7 @@ from tests.gpu import page
 
 
 def line(name: str, *, ok: bool) -> dict:
-    return {"case": name, "ok": ok, "machine": "H200", "versions": {"torch": "2.11.0"}}
+    return {"case": name, "ok": ok, "machine": "H200", "versions": {"torch": "2.11.0"}, "commit": "d8d0f71b1c"}
 
 
 def test_the_page_is_that_of_the_committed_results() -> None:
@@ -17,6 +17,6 @@ def test_the_page_is_that_of_the_committed_results() -> None:
 def test_what_failed_or_never_ran_is_named() -> None:
     lines = {name: line(name, ok=name != "lanes") for name in ("adam", "probe", "lanes")}
     rows = {row.split("|")[1].strip(): row for row in page._table(lines, {}).splitlines()}
-    assert rows["`adam`"] == "| `adam` | 1 | 1 passed (H200, torch 2.11.0) | never run |"
+    assert rows["`adam`"] == "| `adam` | 1 | 1 passed (H200, torch 2.11.0, commit d8d0f71) | never run |"
     assert "1 passed; failed: lanes; " in rows["`twohosts`"]
     assert rows["`te`"] == "| `te` | 2 | never run | never run |"

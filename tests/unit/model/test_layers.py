@@ -32,8 +32,21 @@ def layout(**keys):
 
 @pytest.mark.parametrize("schedule", ["1f1b", *OWN])
 def test_a_gpu_with_transformer_engine_runs_its_layers_under_every_schedule(schedule):
-    made = layers.choose(layout(schedule=schedule).config, has_te=True, on_gpu=True)
+    made = layers.choose(layout(schedule=schedule, bf16=True).config, has_te=True, on_gpu=True)
     assert (made.impl, made.fused_attention, made.delays_wgrad) == (TE, True, schedule in OWN)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_transformer_engine_gets_no_layers_that_are_to_be_exact(dtype):
+    """It multiplies FP32 in TF32, and takes no FP64."""
+    config = layout(params_dtype=dtype, backend="ddp").config
+    assert layers.choose(config, has_te=True, on_gpu=True).impl == LOCAL
+    asked = {"transformer_impl": TE, "params_dtype": dtype, "backend": "ddp"}
+    if dtype == "fp64":
+        with pytest.raises(ConfigError, match="take no fp64 parameters: set transformer_impl to auto"):
+            layout(**asked)
+    else:
+        assert layers.choose(layout(**asked).config, has_te=True, on_gpu=True).impl == TE
 
 
 @pytest.mark.parametrize(
@@ -111,9 +124,9 @@ def test_documents_are_packed_or_refused(gpu, monkeypatch):
     with pytest.raises(ConfigError, match="transformer_impl to auto"):
         machine.check_machine(plan(transformer_impl=TE))
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    machine.check_machine(plan(reset_attention_mask=True))
+    machine.check_machine(plan(reset_attention_mask=True, bf16=True))
     with pytest.raises(ConfigError, match=r"packs the rows.*but mtp_num_layers stops predicting.*to local"):
-        machine.check_machine(plan(**predicts))
+        machine.check_machine(plan(**predicts, bf16=True))
     machine.check_machine(resolve(make(**predicts, transformer_impl=LOCAL), world_size=1))
 
 

@@ -46,6 +46,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_that(four_gpus, monkeypatch):
     os.environ["LOCAL_RANK"] = "3"
     gpu.prepare(configs.plan())
     assert four_gpus == [0]
+    assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed reads it and sets the device again"
 
 
 def test_the_log_names_nccl_and_its_variables(four_gpus, monkeypatch):

@@ -91,6 +91,11 @@ def _replaced() -> torch.nn.Module:
     return linear
 
 
+def _of_a_library(module: str) -> torch.nn.Module:
+    """A layer whose class is defined in `module`."""
+    return type("Linear", (torch.nn.Linear,), {"__module__": module})(1, 1)
+
+
 @pytest.mark.parametrize(
     ("module", "config", "may"),
     [
@@ -102,8 +107,11 @@ def _replaced() -> torch.nn.Module:
         (torch.nn.Sequential(_OfAUser(1, 1)), {}, True),
         (torch.nn.RReLU(), {}, True),
         (_replaced(), {}, True),
+        (_of_a_library("transformer_engine.pytorch.module.linear"), {}, False),
+        (_of_a_library("megatron.core.extensions.transformer_engine"), {}, False),
+        (_of_a_library("megatron.core.extensions.transformer_engine"), {"attention_dropout": 0.1}, True),
     ],
-    ids=["linear", "dropout-0", "dropout", "hidden", "attention", "own", "unknown", "replaced"],
+    ids="linear dropout-0 dropout hidden attention own unknown replaced te te-layer te-dropout".split(),
 )
 def test_what_may_draw(module, config, may):
     assert _may_draw(module, SimpleNamespace(**config)) is may

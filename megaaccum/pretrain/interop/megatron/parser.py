@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megaaccum.config.keys import all_keys, canonical
-from megaaccum.config.source import Source, parse_yaml, read_command_line
+from megaaccum.config.source import Source, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
 from megaaccum.pretrain.interop.megatron.verdicts import fork_flags, listed
@@ -285,7 +285,8 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
 
 def _nearest(flag: str) -> str:
     known = [option for action in parser()._actions for option in action.option_strings]
-    return did_you_mean(flag, [*known, *("--" + key.replace("_", "-") for key in all_keys())], cutoff=0.7)
+    keys = ("--" + key.replace("_", "-") for key in all_keys())
+    return meant(flag) or did_you_mean(flag, [*known, *keys], cutoff=0.7)
 
 
 # --- Megatron's own check ------------------------------------------------------------------------------------------
