@@ -126,7 +126,7 @@ def is_yaml(text: str, path: str | os.PathLike[str]) -> bool:
 
 
 MOST_VALUES = 200_000
-"""Limit on the values of a YAML text, those behind aliases counted each time."""
+"""Limit on the values of a YAML text; one with aliases counts each time."""
 
 
 def compose(text: str, name: str) -> tuple[yaml.SafeLoader, yaml.Node | None]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
-from megaaccum.config import source
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, printable
 from megaaccum.pretrain.data.vocabulary import read_gpt2_vocabulary, read_vocabulary
@@ -150,14 +149,3 @@ def test_control_characters_are_printed_escaped(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "\x1b" not in told and "\u202e" not in told and "\\x1b" in told
     assert printable("a\tb\nü€") == "a\tb\nü€"
-
-
-def test_the_yaml_reader_of_libyaml_and_the_pure_one_say_the_same(monkeypatch):
-    for text in ("a: 1\nb: [", "a: &x 1\nb: *y", DEEP):
-        told = []
-        for loader in (source._Loader, source.yaml.SafeLoader):
-            monkeypatch.setattr(source, "_Loader", loader)
-            with pytest.raises(ConfigError) as caught:
-                source.compose(text, "f")
-            told.append(str(caught.value).split(": ")[0])
-        assert told[0].split(":")[0] == told[1].split(":")[0] == "f"
