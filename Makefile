@@ -1,4 +1,4 @@
-# make setup | te | demo | quick | test | bank | lint | types | docs | bench
+# make setup | te | demo | quick | test | bank | lint | types | docs | bench | dist | hashes
 #
 # Everything lives in .venv. Needs Python 3.12 or newer and a C++ compiler (DeepSpeed compiles operators where a run asks for one).
 
@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick quick-long quick-rest test bank lint types docs bench
+.PHONY: setup te demo quick quick-long quick-rest test bank lint types docs bench dist hashes
 
 setup: $(STAMP)
 
@@ -87,3 +87,14 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# The wheel and the source archive, and the software bill of materials of this environment (CycloneDX).
+dist: setup
+	$(INSTALL) --quiet -e ".[dist]"
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+	  --output-file dist/megaaccum.cdx.json $(BIN)/python
+
+# The hashes of every file of the versions in constraints.txt, after a change of those.
+hashes: setup
+	$(BIN)/uv pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes constraints.txt -o constraints.hashes.txt

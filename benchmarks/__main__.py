@@ -16,14 +16,15 @@ BY_NAME = (
     "fuzz",
     "hostile",
     "restarts",
+    "kills",
     "tune",
     "tune_faults",
     "verify",
     "libraries",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, hostile, restarts, tune_faults, verify,
-libraries and megatron_train measure no speed."""
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, hostile, restarts, kills, tune_faults,
+verify, libraries and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

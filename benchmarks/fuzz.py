@@ -4,9 +4,10 @@
 
 Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, pp, schedule, chunks and uneven stages,
 dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
-or not; precision; architecture, latent attention, experts, multi-token prediction, recompute, frozen parts; masks of
-unequal length, ranks without a token, ranks with too few micro-batches, micro-batches that are not finite, evaluations
-between steps and calls, and a resume at another layout.
+or not; stages of one's own, also in a V; precision; architecture, latent attention, experts, multi-token prediction,
+recompute, frozen parts; masks of unequal length, micro-batches of unequal length, batch warm-up, speculative steps,
+ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, or left
+out), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
 
 What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. In 16 bits every
 token goes to all experts, since rounding would change which it goes to.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -41,6 +43,7 @@ PER_START = 8
 """Cells in one start of ranks, which takes longer than a cell."""
 SECONDS_PER_CELL = 40
 ROPE = {"position_embedding_type": "rope"}
+IN_A_V = ("zbv", "dualpipev", "v-half", "v-min")
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
 FACTOR = 4.0
 """How much farther from float64 a layout may be than one process of the same precision."""
@@ -105,6 +108,13 @@ def is_legal(cell: Cell) -> bool:
     summed = "moe_aux_loss_coeff" in cell.model and any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
     if cell.lane == "fp64" and (summed or ("num_experts" in cell.model and not cell.told)):
         return False
+    ramps = len(set(fuzz_cell.counts(cell))) > 1
+    if ramps != ("batch_warmup_steps" in cell.policies):
+        return False
+    if ramps and cell.resume is not None:
+        return False
+    if cell.lengths and "moe_aux_loss_coeff" in cell.model:
+        return False  # a mean over micro-batches, and over calls by weights that lengths change
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
     return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
 
@@ -121,17 +131,21 @@ def _draw(chance: random.Random) -> Cell:
     world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
     lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
     microbatches = chance.choice((8, 8, 8, 16))
+    nonfinite = chance.choice(("skip", "drop_microbatch")) if chance.random() < 0.25 else None
     model = _draw_model(chance, lane, experts=chance.random() < 0.5, latent=chance.random() < 0.2)
     tp = chance.choice((1, 1, 1, 2))
     layout = _draw_layout(chance, world_size, tp, lane, microbatches, model)
     resume = None
     if chance.random() < 0.3:
         resume = _draw_layout(chance, world_size, tp, lane, microbatches, model)
-    bad = chance.random() < 0.2
     short = chance.random() < 0.15
     calls = 1 if short else chance.choice((1, 1, 2, 4))
-    policies: Flags = {"nonfinite": chance.choice(("skip", "drop_microbatch"))} if bad else {}
+    policies: Flags = {"nonfinite": nonfinite} if nonfinite else {}
     policies |= {"short_batch": chance.choice(("pad", "pad", "drop"))} if short else {}
+    ramps = not short and calls == 1 and chance.random() < 0.4
+    policies |= {"batch_warmup_steps": 2} if ramps else {}
+    lengths = chance.random() < 0.25
+    policies |= {"variable_seq_lengths": True} if lengths else {}
     return Cell(
         world_size=world_size,
         lane=lane,
@@ -142,12 +156,14 @@ def _draw(chance: random.Random) -> Cell:
         policies=policies,
         masks=chance.choice(("full", "prefix", "prefix", "sparse")),
         hollow=chance.randrange(4) if chance.random() < 0.15 else None,
-        bad=chance.randrange(microbatches) if bad else None,
+        bad=chance.randrange(microbatches) if nonfinite else None,
         short=chance.choice((1, 2, microbatches)) if short else 0,
         frozen=chance.choice(("", "", "", *fuzz_cell.FROZEN)),
-        evaluate=chance.random() < 0.3,
+        evaluate=not ramps and chance.random() < 0.3,
         calls=calls,
         told=calls == 1 or chance.random() < 0.5,
+        lengths=lengths,
+        dropped=chance.random() < 0.2,
     )
 
 
@@ -192,13 +208,7 @@ def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, mic
         layout |= {"attention_backend": "fused"}
     if lane == "bf16" and chance.random() < 0.3:
         layout |= {"cross_entropy_loss_fusion": True}
-    if pp > 1:
-        layout |= {"pipeline_model_parallel_size": pp}
-        layout |= {"schedule": chance.choice(SCHEDULES)}
-        if layout["schedule"] == "interleaved":
-            layout |= {"virtual_pipeline_model_parallel_size": 2}
-        elif layout["schedule"] in ("1f1b", "gpipe", "zb-h1") and chance.random() < 0.2:
-            layout |= {"decoder_first_pipeline_num_layers": 1}
+    layout |= _draw_pipeline(chance, pp, model) if pp > 1 else {}
     per_rank = microbatches // max(world_size // (tp * cp * pp), 1)
     rounds = chance.choice((1, 1, 2, 4))
     layout |= {"grad_accum_steps": rounds, "pp_microbatches": max(per_rank // rounds, 1)}
@@ -214,6 +224,30 @@ def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, mic
             layout |= {"overlap_moe_expert_parallel_comm": True}
         return layout | _draw_cold_experts(chance)
     return layout | _draw_sharding(chance, lane, experts=experts)
+
+
+def _draw_pipeline(chance: random.Random, pp: int, model: Flags) -> Flags:
+    keys: Flags = {"pipeline_model_parallel_size": pp, "schedule": chance.choice(SCHEDULES)}
+    if keys["schedule"] == "interleaved":
+        keys |= {"virtual_pipeline_model_parallel_size": 2}
+    elif keys["schedule"] in ("1f1b", "gpipe", "zb-h1") and chance.random() < 0.2:
+        keys |= {"decoder_first_pipeline_num_layers": 1}
+    elif keys["schedule"] in IN_A_V:
+        if chance.random() < 0.3:
+            keys |= {"pipeline_model_parallel_layout": _draw_stages(chance, 2 * pp, model)}
+        if chance.random() < 0.4:
+            keys |= {"speculative_step": True}
+    return keys
+
+
+def _draw_stages(chance: random.Random, stages: int, model: Flags) -> str:
+    """Stages of unequal numbers of layers, in Megatron's notation."""
+    layers, predicting = int(model["num_layers"]), int(model.get("mtp_num_layers", 0))
+    counts = [0] * stages
+    while any(counts[rank] + counts[-1 - rank] == 0 for rank in range(stages // 2)):  # a rank trains something
+        ends = [0, *sorted(chance.randint(0, layers) for _ in range(stages - 1)), layers]
+        counts = [end - start for start, end in itertools.pairwise(ends)]
+    return "E" + "|".join("t" * count for count in counts) + "m" * predicting + "L"
 
 
 def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
@@ -371,6 +405,7 @@ def _smaller(cell: Cell) -> Iterator[Cell]:
     for name, plain in (
         ("resume", None), ("bad", None), ("hollow", None), ("short", 0), ("frozen", ""), ("evaluate", False),
         ("calls", 1), ("told", True), ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
+        ("lengths", False), ("dropped", False),
     ):  # fmt: skip
         if getattr(cell, name) != plain:
             yield change(**{name: plain})

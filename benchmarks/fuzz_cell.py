@@ -48,7 +48,7 @@ FROZEN = {
     "matrices": r"decoder\.layers\.\d+\..*linear_(fc1|qkv)\.weight",
 }
 """Names (from their beginning) of what does not train."""
-BAD_STEP, HOLLOW_STEP, SHORT_STEP, RESUME_AFTER = 1, 0, 2, 1
+BAD_STEP, HOLLOW_STEP, SHORT_STEP, RESUME_AFTER, DROP_STEP = 1, 0, 2, 1, 1
 """Steps, from 0, in which things happen."""
 
 
@@ -60,7 +60,8 @@ class Cell:
     on from a checkpoint. policies: keys of what happens to bad and short steps. hollow: of which data-parallel rank
     (modulo their number) all tokens are masked. bad: index of the micro-batch whose gradient is not a number. short:
     how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN. calls: of forward_backward in a
-    step; of one, train_step is called. told: the calls are given N of the whole step.
+    step; of one, train_step is called. told: the calls are given N of the whole step. lengths: micro-batches have
+    lengths of their own. dropped: a step is opened, and a load drops it.
     """
 
     world_size: int
@@ -78,6 +79,8 @@ class Cell:
     evaluate: bool = False
     calls: int = 1
     told: bool = True
+    lengths: bool = False
+    dropped: bool = False
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +119,16 @@ def reference_plan(cell: Cell, lane: str) -> Plan:
     return config.resolve(load(None, _words(keys | ({"backend": "ddp"} if lane == "fp64" else {}))), world_size=1)
 
 
+def counts(cell: Cell) -> list[int]:
+    """Micro-batches of each step over all ranks, and of the evaluation: fewer while the batch warms up."""
+    if "batch_warmup_steps" not in cell.policies:
+        return [cell.microbatches] * (STEPS + 1)
+    ramp, sizes = plan_of(cell, cell.layout).ramp, list[int]()
+    for _ in range(STEPS):
+        sizes.append(ramp.size_at(sum(sizes)))
+    return [size // int(cell.model.get("micro_batch_size", 1)) for size in sizes] + [cell.microbatches]
+
+
 def _words(flags: Flags) -> list[str]:
     words = []
     for name, value in flags.items():
@@ -145,12 +158,14 @@ def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, 
         mask = (torch.rand(rows, SEQ, generator=generator) < 0.3).float()
     positions = torch.arange(SEQ).expand(rows, SEQ)
     made = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
-    return {name: each.contiguous() for name, each in (made | {"loss_mask": mask * (not hollow)}).items()}
+    length = 4 * int(torch.randint(1, SEQ // 4 + 1, (), generator=generator)) if cell.lengths else SEQ
+    made |= {"loss_mask": mask * (not hollow)}
+    return {name: each[:, :length].contiguous() for name, each in made.items()}
 
 
 def indices(cell: Cell, step: int, dp: int) -> list[list[int]]:
     """The indices of the micro-batches that each data-parallel rank has in `step`."""
-    by_rank = [list(range(rank, cell.microbatches, dp)) for rank in range(dp)]
+    by_rank = [list(range(rank, counts(cell)[step], dp)) for rank in range(dp)]
     if step == SHORT_STEP and cell.short:
         by_rank[-1] = by_rank[-1][: max(len(by_rank[-1]) - cell.short, 0)]
     return by_rank
@@ -183,6 +198,12 @@ def _train(cell: Cell, folder: Path) -> Trained:
             run.save(folder, step, num_updates=sum(not each.skipped for each in steps))
             run = _Run(cell, cell.resume)
             run.load(folder)
+        if cell.dropped and step == DROP_STEP:
+            run.save(folder / "again", step, num_updates=sum(not each.skipped for each in steps))
+            batch = run.step.batch_of(run.microbatches(step))
+            run.step.forward_backward(batch, step=step + 1, last=False)
+            run.step.abandon()
+            run.load(folder / "again")
         result = run.take(step)
         steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped))
         if cell.evaluate:
@@ -199,23 +220,31 @@ class _Run:
         from megaaccum.model import gpt, names
         from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.optim import adamw
+        from megaaccum.step.speculation import SpeculativeTrainStep
         from megaaccum.step.train_step import TrainStep
 
         self.cell, self.plan = cell, plan_of(cell, layout)
         groups.destroy()
         self.groups = groups.build(self.plan.layout, timeout_minutes=1)
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
+        for chunk in self.chunks:
+            chunk.config.variable_seq_lengths = cell.lengths  # as `initialize` sets it
         _freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
-        self.step = TrainStep(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        kind = SpeculativeTrainStep if self.plan.config.step.speculative_step else TrainStep
+        self.step = kind(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        self._upcoming: list[dict[str, torch.Tensor]] | None = None
         self.buffers = dict(names.named_buffers(self.chunks))
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
-        mine, cell = self.microbatches(step), self.cell
+        cell = self.cell
+        mine, self._upcoming = self._upcoming or self.microbatches(step), None
         if cell.calls == 1:
-            return self.step.train(mine, step=step + 1)
+            if self.plan.config.step.speculative_step and step + 1 < STEPS:
+                self._upcoming = self.microbatches(step + 1)
+            return self.step.train(mine, step=step + 1, upcoming=self._upcoming)
         size = len(mine) // cell.calls
         total = self._total_weight(step) if cell.told else None
         for start in range(0, len(mine), size):

@@ -1,17 +1,20 @@
-"""One model under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
+"""Three models under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
 
-    python -m benchmarks layouts [--mode layout|none] [--precision fp32,bf16] [--steps N] [--only WORDS] [--json F]
+    python -m benchmarks layouts [--model gpt,mtp,own] [--precision fp32,bf16] [--mode layout|none] [--steps N]
+        [--only WORDS] [--json F]
 
-Real text, dropout 0.1, AdamW, gradients clipped in every step. Each row is a run of `megaaccum train`'s parts on ranks
-of this machine: its last loss and norm, and a digest of all weights and moments. Rows with equal numbers of
-micro-batches per step are compared with the first of them; without `reproducible: layout` (--mode none) they differ.
-Returns 1 where a row of --mode layout differs. CPU lane.
+gpt: LayerNorm, a tied embedding. mtp: RMSNorm, an untied one, two prediction layers. own: benchmarks/own_model. Real
+text, dropout 0.1, AdamW, gradients clipped in every step. Each row is a run of `megaaccum train`'s parts on ranks of
+this machine: its last loss and norm, and a digest of all weights and moments. Rows of one model and precision with
+equal numbers of micro-batches per step are compared with the first of them; without `reproducible: layout` (--mode
+none) they differ. Returns 1 where a row of --mode layout differs. CPU lane.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import own_model
 from benchmarks.schedules import conditions
 from megaaccum.lab.verification.testing import run_ranks
 
@@ -28,6 +32,14 @@ MODEL = (
     " --attention_dropout 0.1 --hidden_dropout 0.1 --clip_grad 0.5 --lr 3e-3 --lr_warmup_iters 2 --train_iters 20"
     " --num_workers 0 --eval_interval 0 --save_at_end false"
 )
+MODELS = {
+    "gpt": "",
+    "mtp": (
+        "--normalization RMSNorm --untie_embeddings_and_output_weights true --position_embedding_type rope"
+        " --mtp_num_layers 2"
+    ),
+    "own": "",
+}
 PP2, PP4 = "--pipeline_model_parallel_size 2", "--pipeline_model_parallel_size 4"
 STREAM, FSDP2 = "--sync streaming", "--backend fsdp2"
 ROWS = (
@@ -77,13 +89,14 @@ ROWS = (
     (20, 5, "--pp_microbatches 4"),
     (20, 4, f"{PP2} --schedule zbv --pp_microbatches 10"),
 )
-"""(micro-batches of the global batch, ranks, flags). At BF16 without backend ddp, which adds in BF16."""
+"""(micro-batches of the global batch, ranks, flags)."""
 
 
 @dataclass(frozen=True)
 class Row:
     """The result of a run. state: a digest of weights and moments."""
 
+    model: str
     precision: str
     num_microbatches: int
     ranks: int
@@ -97,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--mode", choices=("layout", "none"), default="layout", help="the key `reproducible` (layout)")
     parser.add_argument("--precision", type=lambda text: text.split(","), default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
@@ -105,33 +119,34 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for precision in args.precision:
-            for row in measured(precision, args.mode, args.steps, args.only, folder):
+        for model, precision in itertools.product(args.model, args.precision):
+            for row in measured(model, precision, args.mode, args.steps, args.only, folder):
                 print(line(row, first_of(row, rows)), flush=True)
                 rows.append(row)
     alike = sum(same(row, first_of(row, rows)) for row in rows)
-    print(f"{alike} of {len(rows)} rows have the bits of the first with as many micro-batches and its precision")
+    print(f"{alike} of {len(rows)} rows have the bits of the first with as many micro-batches, its model and precision")
     if args.json:
         figures = {"conditions": conditions(), "model": MODEL, "mode": args.mode, "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
     return int(args.mode == "layout" and alike < len(rows))
 
 
-def measured(precision: str, mode: str, steps: int, only: str, folder: str) -> Iterator[Row]:
-    """The rows of one precision, run one after the other."""
+def measured(model: str, precision: str, mode: str, steps: int, only: str, folder: str) -> Iterator[Row]:
+    """The rows of one model and precision, run one after the other."""
     for count, ranks, layout in ROWS:
-        if (precision == "bf16" and "ddp" in layout) or (only and ranks > 1 and only not in layout):
+        if only and ranks > 1 and only not in layout:
             continue
-        flags = f"{MODEL} {layout} --global_batch_size {count} --reproducible {mode} --output_dir {folder}"
+        flags = f"{MODEL} {MODELS[model]} {layout} --global_batch_size {count} --reproducible {mode}"
+        flags += f" --output_dir {folder}"
         flags += " --bf16" if precision == "bf16" else ""
-        loss, norm, state = run_ranks(train, ranks, flags, steps, timeout=60 + 30 * steps)[0]
-        yield Row(precision, count, ranks, layout.replace("--", ""), loss, norm, state)
+        loss, norm, state = run_ranks(train, ranks, flags, steps, model == "own", timeout=60 + 30 * steps)[0]
+        yield Row(model, precision, count, ranks, layout.replace("--", ""), loss, norm, state)
 
 
 def first_of(row: Row, rows: Iterable[Row]) -> Row:
     """The row that `row` is compared with."""
-    at = (row.precision, row.num_microbatches)
-    return next((each for each in rows if (each.precision, each.num_microbatches) == at), row)
+    at = (row.model, row.precision, row.num_microbatches)
+    return next((each for each in rows if (each.model, each.precision, each.num_microbatches) == at), row)
 
 
 def same(row: Row, first: Row) -> bool:
@@ -141,16 +156,16 @@ def same(row: Row, first: Row) -> bool:
 def line(row: Row, first: Row) -> str:
     mark = "" if same(row, first) else "   differs"
     return (
-        f"{row.precision} {row.num_microbatches:>3} micro-batches, {row.ranks} ranks  {row.loss:.15f}  {row.norm:.15f}"
-        f"  {row.state}  {row.layout}{mark}"
+        f"{row.model} {row.precision} {row.num_microbatches:>3} micro-batches, {row.ranks} ranks"
+        f"  {row.loss:.15f}  {row.norm:.15f}  {row.state}  {row.layout}{mark}"
     )
 
 
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def train(flags: str, steps: int) -> tuple[float, float, str]:
-    """(last loss, last norm, digest of weights and moments) of a run; the same on every rank."""
+def train(flags: str, steps: int, own: bool = False) -> tuple[float, float, str]:
+    """(last loss, last norm, digest of weights and moments) of a run, of own_model if asked; the same on every rank."""
     import torch
 
     from megaaccum.config import Plan
@@ -166,9 +181,13 @@ def train(flags: str, steps: int) -> tuple[float, float, str]:
     plan: Plan = resolve(load(None, flags.split()), world_size=torch.distributed.get_world_size())
     groups = process_groups.build(plan.layout, timeout_minutes=5)
     data = build_datasets(plan)
-    chunks = gpt.build_chunks(plan, groups, vocab_size=data.vocabulary.size)
-    forward_step = GptForwardStep(groups, plan.batch.loss_norm)
-    engine = initialize(plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS)
+    if own:
+        chunks: list[Any] = own_model.build_stages(plan, data.vocabulary.size)
+        engine = initialize(plan, chunks, groups=groups, forward_step_func=own_model.forward_step)
+    else:
+        chunks = gpt.build_chunks(plan, groups, vocab_size=data.vocabulary.size)
+        forward_step = GptForwardStep(groups, plan.batch.loss_norm)
+        engine = initialize(plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS)
     with closing(loader_of(engine, data.train, data, consumed_samples=0)) as loader:
         for _ in range(steps):
             microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
@@ -195,7 +214,7 @@ def gathered(mine: dict[str, list]) -> dict[str, Any]:
     torch.distributed.all_gather_object(everyone, mine)
     whole: dict[str, torch.Tensor] = {}
     for name in sorted({name for pieces in everyone for name in pieces}):
-        found = [each for pieces in everyone for each in pieces.get(name, ())]
+        found = [each for pieces in everyone for each in pieces.get(name, ()) if each[1].numel()]
         size = max(start + values.numel() for start, values in found)
         flat = torch.full((size,), float("nan"), dtype=found[0][1].dtype)
         for start, values in found:

@@ -457,10 +457,21 @@ def no_optimizer(plan: Plan) -> torch.optim.Optimizer:
 
 
 def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
-    """A torch optimizer over the chunks' parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
-    without an lr."""
+    """A torch optimizer over the trained parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr, and where a rank trains nothing."""
     if factory is None and not plan.config.optimizer.lr:
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    return factory([param for _, param in names.named_parameters(chunks)])
+    return factory(raise_on_all_ranks(_trained, chunks))
+
+
+def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer is given. Raises ConfigError without any: none of the backends starts there."""
+    params = [param for _, param in names.named_parameters(chunks)]
+    if trained := [param for param in params if param.requires_grad]:
+        return trained
+    raise ConfigError(
+        f"all {len(params)} parameters of this pipeline rank are frozen, and each rank has to train some: cut the model"
+        " so that each stage has a trained parameter"
+    )

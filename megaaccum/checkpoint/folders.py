@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import replace_text, sync
-from megaaccum.texts import parse_json, read_text
+from megaaccum.platform.files import open_regular, replace_text, set_aside, sync
+from megaaccum.texts import parse_json
 from megaaccum.units import amount
 
 FORMAT = 2
@@ -53,6 +53,22 @@ class Progress:
         """Steps that changed the weights, which Adam's bias correction counts."""
         return int(self.transaction.get("num_updates", self.step))
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field, as it was read from a file, has another type."""
+        for name in ("step", "consumed_samples"):
+            if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 62:
+                raise ValueError(f"{name} is no count")
+        if not all(isinstance(getattr(self, name), dict) for name in _MAPPINGS):
+            raise ValueError(f"one of {', '.join(_MAPPINGS)} is no mapping")
+
+
+_NAME = re.compile(r"step_(\d{7,})(?:-(\d+))?")
+"""The names of checkpoints: the step, and a number if there was one of the step already."""
+_WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json(\.new)?")
+"""The names of the files in a checkpoint's folder."""
+_MOST_BYTES = 1 << 28
+"""A record that is longer is none of ours."""
+
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint that `latest` in `folder` names; if it names none, the newest complete one; None if there is
@@ -61,26 +77,52 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return found[0] if found else None
 
 
-def resume_candidates(folder: str | os.PathLike[str]) -> tuple[list[Path], str]:
+def resume_candidates(folder: str | os.PathLike[str], step: int | None = None) -> tuple[list[Path], str]:
     """(checkpoints of `folder` in the order in which a resume tries them, problems of the file `latest`). The current
-    checkpoint is first, then those of earlier steps, newest first."""
-    whole = sorted(Path(folder).glob("step_*/state.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    newest = [state.parent for state in whole if state.parent.suffix != ".tmp"]
-    pointer = Path(folder) / "latest"
+    checkpoint is first, then those of earlier steps, newest first. step: only that of this step. A folder that is a
+    checkpoint itself is the only one. Raises CheckpointError if there is none of `step`."""
+    folder = Path(folder)
+    if (folder / "state.json").is_file():
+        return [folder], ""
+    newest = sorted((path for path in _entries(folder) if (path / "state.json").is_file()), key=_order, reverse=True)
+    if step is not None:
+        if asked := [path for path in newest if step_of(path) == step]:
+            return asked[:1], ""
+        steps = ", ".join(str(step_of(path)) for path in reversed(newest)) or "none"
+        raise CheckpointError(f"load_step {step}: {folder} holds no checkpoint of that step, but of: {steps}")
+    pointer = folder / "latest"
     try:
-        name = pointer.read_text(errors="replace").strip()
+        with open_regular(pointer) as file:
+            name = file.read(4096).decode(errors="replace").strip()
     except OSError as error:
         return newest, f"{pointer} cannot be read ({error.strerror or error})" if newest else ""
-    if name and (Path(folder) / name / "state.json").is_file():
-        current = Path(folder) / name
-        return [current, *(path for path in newest if _step(path) < _step(current))], ""
-    return newest, f"{pointer} names {name!r}, which is not a whole checkpoint"
+    if (current := folder / name) in newest:
+        return [current, *(path for path in newest if step_of(path) < step_of(current))], ""
+    return newest, f"{pointer} names {name[:200]!r}, which is not a whole checkpoint"
 
 
-def _step(checkpoint: Path) -> int:
-    """The step in a checkpoint folder's name; -1 if the name is not one of ours."""
-    match = re.fullmatch(r"step_(\d+)(-\d+)?", checkpoint.name)
-    return int(match[1]) if match else -1
+def _entries(folder: Path) -> list[Path]:
+    """The entries of `folder` that have the name of a checkpoint."""
+    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """The step and the number in a checkpoint's name; (-1, 0) if the name is not one of ours."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return (int(match[1]), int(match[2] or 1)) if match else (-1, 0)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 if the name is not one of ours."""
+    return _order(checkpoint)[0]
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether an entry with the name of a checkpoint is one, by its record: nothing else is ever removed."""
+    try:
+        return read_progress(entry).step == step_of(entry)
+    except CheckpointError:
+        return False
 
 
 def read_progress(current: Path) -> Progress:
@@ -88,7 +130,8 @@ def read_progress(current: Path) -> Progress:
     CheckpointError if it has another format."""
     path = current / "state.json"
     try:
-        state = parse_json(read_text(path))
+        with open_regular(path) as file:
+            state = parse_json(file.read(_MOST_BYTES))
         seal = state.pop("sha256", "")
         if seal != _seal(state) and (seal or state["format"] == FORMAT):
             raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")
@@ -97,8 +140,8 @@ def read_progress(current: Path) -> Progress:
         return Progress(**state)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {str(error)[:200]}") from error
 
 
 def write_progress(aside: Path, progress: Progress) -> None:
@@ -110,6 +153,9 @@ def write_progress(aside: Path, progress: Progress) -> None:
 
 def _seal(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+_MAPPINGS = ("lr_schedule", "data", "shape", "transaction", "batch_ramp")
 
 
 class Files:
@@ -127,10 +173,8 @@ class Files:
         self.target = folder / name
         # A fresh run in an old folder reaches the old run's steps: the current checkpoint stays until the new one is
         # complete.
-        number = 1
-        while self.target.exists():
-            number += 1
-            self.target = folder / f"{name}-{number}"
+        if numbers := [_order(path)[1] for path in _entries(folder) if step_of(path) == progress.step]:
+            self.target = folder / f"{name}-{max(numbers) + 1}"
 
     def prepare(self) -> None:
         """Create `aside`, empty. Collective over the world; raises CheckpointError on every rank."""
@@ -159,8 +203,13 @@ class Files:
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob("step_*.tmp"):  # of runs that were killed: one is written at a time
-            shutil.rmtree(left, ignore_errors=True)
+        for left in [path for path in self._folder.iterdir() if path.suffix == ".tmp" and _NAME.fullmatch(path.stem)]:
+            # Of a run that was killed while it wrote. It is removed if it holds nothing else.
+            is_folder = left.is_dir() and not left.is_symlink()
+            if is_folder and all(_WRITTEN.fullmatch(path.name) for path in left.iterdir()):
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                set_aside(left)
         self.aside.mkdir()
 
     def _publish(self) -> None:
@@ -168,22 +217,23 @@ class Files:
         self.aside.rename(self.target)
         sync(self._folder)  # so that after a power failure `latest` never names a folder that is missing
         replace_text(self._folder / "latest", self.target.name + "\n")
-        others = [p for p in self._folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp" and p != self.target]
-        same_step = [p for p in others if p.name.partition("-")[0] == self.target.name.partition("-")[0]]
-        older = sorted((p for p in others if p not in same_step and not self._is_retained(p)), key=_written_at)
-        surplus = older[: max(0, len(older) - self._keep_last + 1)] if self._keep_last > 0 else []
+        others = [path for path in _entries(self._folder) if path != self.target and not path.is_symlink()]
+        same_step = [path for path in others if step_of(path) == self._progress.step and _is_ours(path)]
+        surplus: list[Path] = []
+        if self._keep_last > 0:
+            older = [path for path in others if step_of(path) != self._progress.step and self._may_go(path)]
+            surplus = sorted(older, key=self._removed_first)[: max(0, len(older) - self._keep_last + 1)]
         for folder in same_step + surplus:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _is_retained(self, checkpoint: Path) -> bool:
-        """Whether the checkpoint is never removed (save_retain_interval)."""
-        return self._retain is not None and _step(checkpoint) % self._retain == 0
+    def _removed_first(self, checkpoint: Path) -> tuple[bool, int, int]:
+        """The order in which checkpoints are removed: those of later steps, from which this run does not come, then
+        the earliest."""
+        return step_of(checkpoint) < self._progress.step, *_order(checkpoint)
 
-
-def _written_at(checkpoint: Path) -> int:
-    """Modification time in ns; 0 for a folder without state.json, which is no checkpoint."""
-    state = checkpoint / "state.json"
-    return state.stat().st_mtime_ns if state.exists() else 0
+    def _may_go(self, checkpoint: Path) -> bool:
+        """Whether the checkpoint may be removed: it is one, and no multiple of save_retain_interval."""
+        return (self._retain is None or step_of(checkpoint) % self._retain > 0) and _is_ours(checkpoint)
 
 
 def cause(error: BaseException) -> str:

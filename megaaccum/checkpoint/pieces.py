@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -117,6 +117,12 @@ class Piece:
         start, stop = map(int, span.split(":"))
         return cls(name, kind, shape, Cut(math.prod(shape), int(rows), int(run), int(count)), start, stop)
 
+    def is_inside(self) -> bool:
+        """Whether the elements are those of a parameter, cut into equal runs."""
+        rows, run, runs, numel = self.cut.rows, self.cut.run, self.cut.runs, self.cut.numel
+        is_cut = numel > 0 and rows > 0 and 0 <= run < runs and numel % (rows * runs) == 0
+        return is_cut and 0 <= self.start < self.stop <= numel // runs
+
 
 def is_elsewhere(piece: StatePiece, backend: ShardingBackend, groups: Groups) -> bool:
     """Whether another rank holds the same piece and writes it."""
@@ -144,10 +150,17 @@ def _start(piece: Piece) -> int:
 class Stored:
     """The pieces of a checkpoint, by parameter, kind and cut."""
 
-    def __init__(self, keys: Iterable[str]):
+    def __init__(self, sizes: Mapping[str, Sequence[int]]):
+        """Take the pieces under the keys of `sizes`. Raises CheckpointError if a key and its size do not fit."""
         self._pieces: dict[tuple[str, str], dict[Cut, list[Piece]]] = {}
-        for key in keys:
-            piece = Piece.parse(key)
+        for key, size in sizes.items():
+            try:
+                piece = Piece.parse(key)
+                is_one = piece.is_inside() and tuple(size) == (piece.stop - piece.start,)
+            except ValueError:
+                is_one = False
+            if not is_one:
+                raise CheckpointError(f"the checkpoint holds a tensor {key[:200]!r} of size {size}, which is no piece")
             self._pieces.setdefault((piece.name, piece.kind), {}).setdefault(piece.cut, []).append(piece)
         for by_cut in self._pieces.values():
             for pieces in by_cut.values():
@@ -183,8 +196,10 @@ class Stored:
         if wanted.start == wanted.stop:
             return []
         first, last = wanted.cut.index(wanted.start), wanted.cut.index(wanted.stop - 1)
-        by_cut = self._pieces[wanted.name, wanted.kind]
-        like = next(iter(by_cut))
+        by_cut = self._pieces.get((wanted.name, wanted.kind), {})
+        like = next(iter(by_cut), None)
+        if like is None or like.numel != wanted.cut.numel or like.runs > len(by_cut):
+            raise DamagedCheckpoint(f"the checkpoint lacks elements of {wanted.name} ({wanted.kind})")
         found = []
         for run in range(like.runs):
             cut = replace(like, run=run)

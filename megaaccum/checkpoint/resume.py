@@ -12,16 +12,20 @@ from megaaccum.errors import CheckpointError
 
 
 def first_good[Loaded](
-    folder: str | os.PathLike[str], load: Callable[[Path], Loaded], report: Callable[[str], None]
+    folder: str | os.PathLike[str],
+    load: Callable[[Path], Loaded],
+    report: Callable[[str], None],
+    *,
+    step: int | None = None,
 ) -> Loaded | None:
     """Call `load` with the current checkpoint of `folder` and, while that is damaged, with the one before it. Returns
-    what `load` returns, or None if `folder` holds no checkpoint. Each damaged one is passed to `report`. Collective
-    over the world.
+    what `load` returns, or None if `folder` holds no checkpoint. Each damaged one is passed to `report`. step: only the
+    checkpoint of this step will do. Collective over the world.
 
     Raises CheckpointError on every rank if no checkpoint is whole, RankDisagreement if hosts see different folders, and
     whatever `load` raises other than DamagedCheckpoint.
     """
-    found, problem = raise_on_all_ranks(resume_candidates, folder)
+    found, problem = raise_on_all_ranks(resume_candidates, folder, step)
     # Ranks that resumed from different checkpoints would wait for each other forever.
     assert_same_on_ranks(
         "the checkpoints to resume from; hosts have to share their folder",

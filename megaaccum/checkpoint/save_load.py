@@ -236,13 +236,15 @@ def load(
     progress = raise_on_all_ranks(read_progress, current)
     raise_on_all_ranks(_check_shape, current, progress.shape, shape, groups.tp.size())
     reader = raise_on_all_ranks(CheckpointReader, current, progress.metadata_sha256)
-    stored = pieces.Stored(key for key in reader.stored if not key.startswith((_RNG, _BUFFER)))
+    sizes = {key: each.size for key, each in reader.stored.items() if not key.startswith((_RNG, _BUFFER))}
+    stored = raise_on_all_ranks(pieces.Stored, sizes)
     raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, only_weights=only_weights)
     _check_size(current, stored, backend, groups)
     # Everything is read and checked before the model changes: an error leaves the model as it was.
     held = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
     covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
-    random = {key for key in _rng(groups) if key in reader.stored and not only_weights}
+    states = {} if only_weights else _rng(groups)
+    random = {key for key, now in states.items() if key in reader.stored and reader.stored[key].size == now.shape}
     keys = random.union(found.key for each in covering for found, _, _ in each)
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)

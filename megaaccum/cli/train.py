@@ -23,8 +23,9 @@ from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.cli.convert import as_yaml
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
+from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.data.sources import check_files
-from megaaccum.pretrain.launch import local
+from megaaccum.pretrain.launch import local, output
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip(), keys.listing(), sep="\n\n")
         return 0
+    output.protect()
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
     is_announced = LAUNCHED in os.environ
@@ -63,7 +65,7 @@ def _written(config: Config, name: str) -> str:
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recorded.yaml"
-    path.write_text(as_yaml(config, name), encoding="utf-8")
+    replace_text(path, as_yaml(config, name))
     return str(path)
 
 
@@ -102,8 +104,9 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
 
 def _resume_hint(argv: Sequence[str], config: Config) -> str:
     """The command that resumes this run, or a sentence that says that there is no checkpoint."""
-    pointer = checkpoint_folder(config) / "latest"
-    if not pointer.exists():
+    from megaaccum.checkpoint.folders import latest  # imports torch, as the ranks have
+
+    current = latest(checkpoint_folder(config))
+    if current is None:
         return "There is no checkpoint of this run."
-    current = pointer.parent / pointer.read_text().strip()
     return f"The last checkpoint is {current}; go on from it with: megaaccum train {shlex.join(argv)}"

@@ -41,6 +41,9 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
         # By default DeepSpeed gathers every parameter of up to 100,000 elements alone, one collective for each, at
         # the end of its step. The backend gathers all of them in one, at the start of the next.
         zero["stage3_param_persistence_threshold"] = 0
+        # Else it replaces torch.nn.functional.linear in the whole process, and for good, by a function that rounds
+        # twice in 16 bits (sharding/released_linear).
+        zero["memory_efficient_linear"] = False
     if sharding.offload_optimizer != "none":
         block = user_zero.get("offload_optimizer")
         zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}

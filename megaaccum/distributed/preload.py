@@ -6,6 +6,8 @@ import gc
 import importlib
 import os
 import sys
+import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 from megaaccum.errors import LaunchError
@@ -51,7 +53,7 @@ def import_torch() -> None:
 
 def libraries(*more: str) -> None:
     """Import LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread
-    of ours."""
+    of ours. Raises LaunchError if their versions lack what megaaccum uses."""
     prepare()
     import_torch()
     from megaaccum.platform import cpu
@@ -60,9 +62,23 @@ def libraries(*more: str) -> None:
     cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
     for name in (*LIBRARIES, *more):
         importlib.import_module(name)
+    check_versions()
     zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.one_gloo_device()
     freeze_objects()
+
+
+def check_versions() -> None:
+    """Raise LaunchError with the names that the installed libraries lack; warn of a torch that no test has run with."""
+    from megaaccum import upstream
+
+    tested = f"megaaccum was tested with {', '.join(map(' '.join, upstream.TESTED.items()))}"
+    if missing := upstream.required():
+        text = f"the installed libraries lack names that megaaccum uses: {'; '.join(missing)}"
+        raise LaunchError(f"{text}. {tested}: install those (constraints.txt); `megaaccum doctor` shows yours")
+    newest, torch = (tuple(map(int, each.split(".")[:2])) for each in (upstream.TESTED["torch"], version("torch")))
+    if torch > newest and os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"{tested}; torch {version('torch')} is newer", stacklevel=2)
 
 
 def freeze_objects() -> None:

@@ -82,6 +82,8 @@ class WeightGrads:
             self._begin_next()
             key, grad = id(weight), compute()
             self._uses[key] -= 1
+            if self._uses[key] or key in sums:
+                grad = grad.to(weight.grad_dtype or grad.dtype)  # as autograd adds up the uses of a weight
             if key in sums:
                 grad = grad + sums.pop(key)
             if self._uses[key]:

@@ -203,6 +203,7 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
         built.output_layer.weight = None
     if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
         copy_for_head(built)
+        copy_for_prediction(built)
     return built
 
 
@@ -213,12 +214,36 @@ def copy_for_head(chunk: GPTModel) -> None:
         return
     weight: Any = chunk.embedding.word_embeddings.weight
     weight.shared_embedding, weight.zero_out_wgrad = True, False
+    chunk.output_layer.weight = _copy_of(weight)
+    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
+    chunk.shared_embedding_or_output_weight = lambda: head.weight
+
+
+def copy_for_prediction(chunk: GPTModel) -> None:
+    """Give prediction layers on the embedding's own stage a copy of its word table, for the same reason."""
+    if not chunk.mtp_process:
+        return
+    plain = chunk.embedding
+    weight: Any = plain.word_embeddings.weight
+    weight.shared_embedding = True
+    twin = type(plain)(
+        config=chunk.config, vocab_size=chunk.vocab_size, max_sequence_length=chunk.max_sequence_length,
+        position_embedding_type=chunk.position_embedding_type,
+        scatter_to_sequence_parallel=plain.scatter_to_sequence_parallel, tp_group=plain.tp_group,
+    )  # fmt: skip
+    twin.word_embeddings.weight = _copy_of(weight)
+    chunk.mtp.embedding = twin
+    chunk.mtp.register_forward_pre_hook(
+        lambda mtp, args, given: (args, given | {"embedding": mtp.embedding}), with_kwargs=True
+    )
+
+
+def _copy_of(weight: torch.nn.Parameter) -> Any:
+    """A copy of a tied weight, marked as one."""
     copy: Any = torch.nn.Parameter(weight.detach().clone())
     vars(copy).update(vars(weight))
     copy.shared = True
-    chunk.output_layer.weight = copy
-    head = chunk.output_layer  # looked up in each forward: fully_shard puts another parameter there
-    chunk.shared_embedding_or_output_weight = lambda: head.weight
+    return copy
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -249,7 +274,7 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         unique = names.global_name(chunk, name)
         scaled = re.search(r"(linear_proj|linear_fc2)\.weight", name) is not None
         init = config.output_layer_init_method if scaled else config.init_method
-        if name.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
+        if unique.startswith("embedding.") or (config.use_mup and name.startswith("output_layer.")):
             init = config.embedding_init_method
         param.copy_(tp_part(_draw(param, groups, unique, init, seed), param, groups))
 

@@ -49,11 +49,11 @@ def over_stages(chunk: torch.nn.Module, local_name: str) -> str:
 
 def global_name(chunk: torch.nn.Module, local_name: str) -> str:
     """A parameter's name in the whole model, the same whatever layers hold it: that of Megatron's local layers, with
-    layers numbered over all stages and experts over all expert-parallel ranks. The head's copy of a tied embedding has
-    the embedding's name."""
+    layers numbered over all stages and experts over all expert-parallel ranks. Copies of the embedding have its
+    name."""
     if isinstance(chunk, TorchChunk):
         return local_name.removeprefix("module.")
-    local_name = as_in_local_layers(local_name)
+    local_name = as_in_local_layers(local_name).removeprefix("mtp." if local_name.startswith("mtp.embedding.") else "")
     if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
         layer: Any = chunk.get_submodule(match[1])
         expert = layer.local_expert_indices[int(match[2])]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
+
+from megaaccum.texts import regular_file
 
 
 def sync(path: Path) -> None:
@@ -16,15 +19,34 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def open_new(path: Path) -> BinaryIO:
+    """A new file at `path`, in place of any entry of that name, which is removed and, if it is a link, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file at `path`, to be read. Raises OSError also if it is a pipe or a device, on which a reader would wait."""
+    return open(path, "rb", opener=regular_file)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
     whole."""
     aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with open_new(aside) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename `name.ext` to the first free of `name.1.ext`, `name.2.ext`, ...; returns the new path."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
+        number += 1
+    return path.rename(aside)
 
 
 def folder_problems(key: str, folder: str) -> list[str]:

@@ -54,6 +54,7 @@ class DdpBackend(UnshardedBackend):
         average = allreduce_hook if groups.dp_cp.size() > 1 else noop_hook
         self._reduce_bucket = average if order is None else partial(all_reduce_in_one_order, order, self.sums)
         for param in self._compute_params():
+            param.grad_dtype = torch.float32  # else what arrives in FP32 (of torch's RMSNorm) would be rounded
             pytorch.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
@@ -87,7 +88,7 @@ class DdpBackend(UnshardedBackend):
         refuses gradients of another precision than the parameter's, so it is given the masters."""
         assert param.grad is not None
         grad, param.grad = param.grad, None
-        pytorch.add_by_autograd(self._masters[id(param)], grad.float())
+        pytorch.add_by_autograd(self._masters[id(param)], grad)
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from megaaccum.sharding.base import GradShard, GradSync, StatePiece, copied_grad
 from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
 from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
-from megaaccum.upstream import adam, fsdp2
+from megaaccum.upstream import adam, fsdp2, pytorch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,10 +65,12 @@ class Fsdp2Backend:
         self._is_w = False
         for number, chunk in enumerate(chunks):
             self._shard(chunk, mesh, plan)
-            if self.sums.in_one_order and not self._streaming:
-                fsdp2.on_unit_gradient(chunk, self._on_gradient)
-            elif self.sums.in_one_order and self._splits:
-                fsdp2.on_unit_gradient(chunk, partial(self._keep_for_w, number))
+            for held, param in fsdp2.whole_parameters(chunk) if self.sums.in_one_order else ():
+                param.grad_dtype = self._sum_dtype or param.dtype  # what arrives in it is not rounded on its way
+                if not self._streaming:
+                    pytorch.on_gradient(param, partial(self._on_gradient, held))
+                elif self._splits:
+                    pytorch.on_gradient(param, partial(self._keep_for_w, number, held))
         fsdp2.watch(self._roots, self.memory.note)
         self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
         self._parameters = list(names.named_parameters(chunks))
@@ -79,6 +81,8 @@ class Fsdp2Backend:
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
             fsdp2.before_reduce(chunk, self._show)
+            if self.sums.in_one_order:
+                fsdp2.complete_before_reduction(chunk, self._rest_of)
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
@@ -135,16 +139,19 @@ class Fsdp2Backend:
         """Take the micro-batch's gradient from a whole parameter, and give the sum when the last has come."""
         assert isinstance(self.sums, MicrobatchSums) and param.grad is not None
         grad, param.grad = param.grad, None
-        if self.sums.add(param, grad.to(self._sum_dtype or grad.dtype)):
+        if self.sums.add(param, grad):
             fsdp2.give_gradient(held, self.sums.total(param))
+
+    def _rest_of(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """The sum of a parameter that some micro-batches of the step gave no gradient, before the step's reduction."""
+        return self.sums.total(param) if self.sums.in_last_flush and not self._streaming else None
 
     def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
         """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
         assert param.grad is not None
         if not self._is_w:
             grad, param.grad = param.grad, None
-            kept = self._of_i.setdefault((chunk, self.sums.of_backward), [])
-            kept.append((held, grad.to(self._sum_dtype or grad.dtype)))
+            self._of_i.setdefault((chunk, self.sums.of_backward), []).append((held, grad))
 
     def _show(self, held: Any, grad: torch.Tensor) -> None:
         """Show a whole gradient that is about to be reduced."""
@@ -287,6 +294,8 @@ class Fsdp2Backend:
     def _moments(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a trained parameter; missing ones are made, as zeros."""
         state: dict[str, Any] = self._optimizer.state[param]
+        if isinstance(self._optimizer, torch.optim.Adam):  # which adds nothing to a state that exists
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=param.device))
         return {moment: state.setdefault(moment, torch.zeros_like(param)) for moment in ("exp_avg", "exp_avg_sq")}
 
     def adopt_state(self, num_steps: int) -> None:

@@ -7,6 +7,7 @@ keeps it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,40 +22,69 @@ OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
 """A rank's other partial sums of the gradients in a flat tensor, each laid out like it."""
 
 
-class Zero3InOneOrder(zero.Zero3):
-    """The driver of a ZeRO-3 engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums,
-    not averages. bucket: elements that are summed in one collective."""
+class _InOneOrder(zero.ZeroDriver):
+    """The driver of a ZeRO engine whose gradients are summed in one order instead of by DeepSpeed's reducer: sums, not
+    averages. bucket: elements that are summed in one collective."""
 
-    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
-        super().__init__(engine)
-        self._reducer, self._bucket = reducer, bucket
+    def __init__(self, *args: Any, bucket: int):
+        super().__init__(*args)
+        self._bucket = bucket
         self._pending: list[torch.nn.Parameter] = []
 
     def begin_reduction(self) -> None:
         self._handed_over.clear()
-        self.begin_accumulation()
+        self._begin_partitions()
 
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Put the gradient into the bucket; a full bucket is sent."""
         self._handed_over.add(id(param))
         self._pending.append(param)
-        if sum(self.numel(waiting) for waiting in self._pending) >= self._bucket:
-            self._send()
+        if sum(map(self.numel, self._pending)) >= self._bucket:
+            self._send_bucket()
 
     def finish_reduction(self) -> None:
-        self._send()
+        self._send_bucket()
+        self._give_partitions()
+
+    def _send_bucket(self) -> None:
+        params, self._pending = self._pending, []
+        if params:
+            self._send(params)
+
+    @abstractmethod
+    def _begin_partitions(self) -> None:
+        """Empty this rank's partitions of the gradients."""
+
+    @abstractmethod
+    def _send(self, params: list[torch.nn.Parameter]) -> None:
+        """Start to add the gradients of `params` up in the ranks' partitions."""
+
+    @abstractmethod
+    def _give_partitions(self) -> None:
+        """Give the optimizer the partitions as this step's gradient."""
+
+
+class Zero3InOneOrder(_InOneOrder, zero.Zero3):
+    """ZeRO-3, where a rank owns a part of every parameter."""
+
+    def __init__(self, engine: Any, reducer: PartitionReducer, bucket: int):
+        super().__init__(engine, bucket=bucket)
+        self._reducer = reducer
+
+    def _begin_partitions(self) -> None:
+        self.begin_accumulation()
+
+    def _send(self, params: list[torch.nn.Parameter]) -> None:
+        self._reducer.add([(param, self.accumulator(param)) for param in params])
+
+    def _give_partitions(self) -> None:
         self._reducer.wait()
         self.finish_accumulation()
 
-    def _send(self) -> None:
-        if self._pending:
-            self._reducer.add([(param, self.accumulator(param)) for param in self._pending])
-        self._pending = []
 
-
-class Zero12InOneOrder(zero12.Zero12):
-    """The same for ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are
-    summed on one rank."""
+class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
+    """ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are summed on one
+    rank."""
 
     def __init__(
         self,
@@ -65,23 +95,13 @@ class Zero12InOneOrder(zero12.Zero12):
         sums: AnyOrder,
         bucket: int,
     ):
-        super().__init__(engine, accumulate_in)
-        self._ranks, self._order, self._sums, self._bucket = group, order, sums, bucket
-        self._pending: list[torch.nn.Parameter] = []
+        super().__init__(engine, accumulate_in, bucket=bucket)
+        self._ranks, self._order, self._sums = group, order, sums
 
-    def begin_reduction(self) -> None:
-        self._handed_over.clear()
+    def _begin_partitions(self) -> None:
         self.begin_partitions()
 
-    def reduce(self, param: torch.nn.Parameter) -> None:
-        """Put the gradient into the bucket; a full bucket is sent."""
-        self._handed_over.add(id(param))
-        self._pending.append(param)
-        if sum(waiting.numel() for waiting in self._pending) >= self._bucket:
-            self._send()
-
-    def finish_reduction(self) -> None:
-        self._send()
+    def _give_partitions(self) -> None:
         self.give_partitions()
 
     def _cut(self, param: torch.nn.Parameter) -> list[list[torch.Tensor]]:
@@ -91,11 +111,8 @@ class Zero12InOneOrder(zero12.Zero12):
         flats = [(torch.zeros_like(param.grad) if each is None else each).view(-1) for each in sums]
         return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
 
-    def _send(self) -> None:
-        """Start one all-to-all that sends each rank its part of the bucket."""
-        params, self._pending = self._pending, []
-        if not params:
-            return
+    def _send(self, params: list[torch.nn.Parameter]) -> None:
+        """One all-to-all sends each rank its part of the bucket."""
         cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
         parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
         counts, rank = self._order.counts, self._ranks.rank()

@@ -28,6 +28,7 @@ import torch
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.sharding import released_linear
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.reduction import PartitionReducer
 from megaaccum.sharding.sum_tree import SumTree
@@ -52,6 +53,8 @@ class Unit:
     before: Unit | None = field(default=None, repr=False)
     after: Unit | None = field(default=None, repr=False)
     arrived: int = 0
+    uses: Counter[int] = field(default_factory=Counter)
+    """Forwards of a micro-batch whose backward is to come."""
 
     @property
     def numel(self) -> int:
@@ -85,6 +88,8 @@ class StreamingBackend(DeepSpeedBackend):
         self._recomputed: Unit | None = None
         self._splitting = False
         self._in_w: list[list[torch.nn.Parameter]] = []
+        for chunk in chunks:
+            released_linear.install(chunk)
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
@@ -124,6 +129,8 @@ class StreamingBackend(DeepSpeedBackend):
         self._trees.clear()
         self._waiting = 0
         self._zero.begin_accumulation()
+        for unit in self.units:
+            unit.uses.clear()
         self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
             param.grad = None
@@ -154,6 +161,7 @@ class StreamingBackend(DeepSpeedBackend):
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
             microbatch = self.sums.microbatch
+            unit.uses[microbatch] += 1
             tensor.register_hook(lambda grad: self.before_unit_backward(unit, microbatch))
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit
@@ -164,6 +172,7 @@ class StreamingBackend(DeepSpeedBackend):
         """Gather the unit for its backward, and end the backward of the one before."""
         self._end_backward()
         self._microbatch = microbatch
+        unit.uses[microbatch] -= 1
         if self._recomputed is unit:
             self._recomputed = None
         else:
@@ -186,7 +195,12 @@ class StreamingBackend(DeepSpeedBackend):
         unit, self._in_backward = self._in_backward, None
         if unit is None:
             return
-        self._reduce_now([param for param in unit.own if not (self._splitting and wgrad.is_put_off(param))])
+        own = [param for param in unit.own if not (self._splitting and wgrad.is_put_off(param))]
+        # Autograd adds up the uses of a micro-batch (of an embedding that prediction layers read too) and brings their
+        # sum after the last.
+        comes_later = unit.uses[self._microbatch] > 0 and all(param.grad is None for param in own)
+        if not (self.sums.in_one_order and comes_later):
+            self._reduce_now(own)
         self._release(unit)
 
     def _reduce_now(self, params: list[torch.nn.Parameter]) -> None:

@@ -185,7 +185,11 @@ class AnyOrder:
     def missing(self, count: int) -> str:
         return ""
 
-    def begin_flush(self, first: int) -> None: ...
+    @property
+    def in_last_flush(self) -> bool:
+        return True
+
+    def begin_flush(self, first: int, stop: int) -> None: ...
 
     def begin_weight_grad(self, index: int) -> None: ...
 
@@ -199,6 +203,9 @@ class AnyOrder:
 
     def pop_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
         return []
+
+    def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return iter(())
@@ -219,7 +226,7 @@ class MicrobatchSums(AnyOrder):
         self.count = 1
         """This rank's micro-batches of the step."""
         self._rank, self._ranks = rank, ranks
-        self._first = self._forward = self._backward = 0
+        self._first = self._stop = self._forward = self._backward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
         self._others: dict[int, list[torch.Tensor | None]] = {}
@@ -258,9 +265,14 @@ class MicrobatchSums(AnyOrder):
             " it as many, or set reproducible to none."
         )
 
-    def begin_flush(self, first: int) -> None:
-        """A flush begins, whose first micro-batch is number `first` of the step."""
-        self._first = first
+    @property
+    def in_last_flush(self) -> bool:
+        """Whether the flush that runs has the step's last micro-batch."""
+        return self._stop == self.count
+
+    def begin_flush(self, first: int, stop: int) -> None:
+        """A flush begins, of the micro-batches `first` to `stop` - 1 of the step."""
+        self._first, self._stop = first, stop
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Note that the forward of micro-batch `microbatch` of the step begins."""

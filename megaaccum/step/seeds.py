@@ -110,8 +110,8 @@ def seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Modu
     predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
     layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
     for name, module in chunk.named_modules():
-        if name == "embedding" and _may_draw(module, config):
-            yield name, module
+        if name in ("embedding", "mtp.embedding") and _may_draw(module, config):
+            yield "embedding", module
         elif id(module) in layers and _may_draw(module, config):
             inner = getattr(module, "self_attention", module)
             yield over_stages(chunk, f"{name}.forward"), inner

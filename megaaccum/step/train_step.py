@@ -255,7 +255,7 @@ class TrainStep:
         for chunk in self.chunks:
             chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
         observers: list[object] = [self.observer.trace, self.fp8]
-        self.backend.sums.begin_flush(batch.first)
+        self.backend.sums.begin_flush(batch.first, batch.first + len(batch))
         observers.append(self.backend.sums)
         if self._seeds.may_be_needed(batch.forward_step_func):
             observers.append(self._seeds)

@@ -4,10 +4,14 @@
 | --- | --- | --- | --- |
 | weights, optimizer state, Adam's count | updated | as before | as before |
 | learning rate and weight decay | move on | as before | as before |
+| its factor, with `lr_scaling_follows_rampup` | of the next step's batch | of the next step's batch | as before |
 | random states | move on | as before | as before |
 | FP8 scales and amax histories | move on | as before | as before |
 | FP16 loss scale | counts a good step | halved if it overflowed | halved if it overflowed |
 | consumed samples, step number | move on | move on | as before |
+
+The factor (lr_scaling_follows_rampup) belongs to a batch and not to an update: consumed samples may bring a larger
+batch, and the step that takes it takes its rate.
 
 All ranks reach the same verdict from one collective, and after the optimizer's step nothing can fail on one rank alone.
 With `speculative_step` the update comes before the verdict, and is taken back where that refuses it.

@@ -14,7 +14,6 @@ import torch
 
 from megaaccum.upstream.adam import own_tensor
 from megaaccum.upstream.lookup import absent, unwritten
-from megaaccum.upstream.pytorch import on_gradient
 
 _GROUP = "fsdp_params post_backward _partial_reduce_output".split()
 _PARAM = (
@@ -119,17 +118,36 @@ def drop_unreduced(root: Any) -> None:
                 param._unsharded_param.grad = None
 
 
-def on_unit_gradient(root: Any, call: Callable[[Any, torch.nn.Parameter], None]) -> None:
-    """Call `call(held, param)` when a backward has set `param.grad` of a whole parameter; `held` is the argument of
-    `give_gradient`. Collective: FSDP2 makes the whole parameters when it first gathers them (torch 2.13)."""
+def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
+    """(`held`, the argument of `give_gradient`; the whole parameter, without its data) of each trained parameter of a
+    fully sharded chunk. Collective: FSDP2 makes whole parameters when it first gathers them, and keeps them (torch
+    2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
+    found = []
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-            for held in _trained(module):
-                on_gradient(held._unsharded_param, partial(call, held))
+            found += [(held, held._unsharded_param) for held in _trained(module)]
             module.reshard()
+    return found
+
+
+def complete_before_reduction(root: Any, rest: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+    """Before each reduction of a unit of a fully sharded chunk, give each parameter what `rest` returns for it; one
+    without any gradient gets zeros in the precision of the sums (FSDP2's own are in the parameter's)."""
+
+    def complete(unit: Any) -> None:
+        for held in unit.fsdp_params:
+            if held.sharded_param.requires_grad:
+                param = held._unsharded_param
+                if (left := rest(param)) is not None:
+                    give_gradient(held, left)
+                elif not _gradients(held):
+                    give_gradient(held, torch.zeros_like(param, dtype=held.reduce_dtype))
+
+    for unit in units(root):
+        _before_reduction(unit, partial(complete, unit))
 
 
 def _trained(module: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def check() -> list[str]:
     problems = [
         *absent(FP8GlobalStateManager, [_UPDATE]),
         *absent(FP8GlobalStateManager.quantization_state, names),
-        *unwritten(DelayedScalingRecipeState, _STATES, form="self.{} ="),
+        *unwritten(DelayedScalingRecipeState, _STATES),
         *absent(module, ("init_fp8_metadata", "backward_dw", "need_backward_dw")),
     ]
     if "self.wgrad_store.pop()" not in inspect.getsource(module.backward_dw):

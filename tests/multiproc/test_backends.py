@@ -107,6 +107,8 @@ def test_megatron(case, parity):
 @cells(
     Case(4, PP + SPLIT + ORDERED),
     Case(4, SPLIT + ORDERED + "--offload_optimizer cpu"),
+    Case(4, PP + SPLIT + "--zero_stage 1 " + ORDERED),
+    Case(4, SPLIT + "--zero_stage 2 " + ORDERED),
     Case(4, STREAM + ORDERED),
     Case(4, MEGATRON + ORDERED, LLAMA),
     fp64(FSDP2 + ORDERED),
@@ -218,7 +220,9 @@ def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dic
     return seen.parts | {"norm": torch.tensor(seen.norm).double(), "loss": torch.tensor(seen.loss).double()}
 
 
-@pytest.mark.parametrize("case", [Case(4, SPLIT + "--deterministic"), Case(4, STREAM + "--deterministic")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(4, layout + ORDERED) for layout in (SPLIT, STREAM, SPLIT + "--zero_stage 1 ")], ids=str
+)
 def test_sums_in_rank_order_repeat_to_the_bit(case):
     first = run_ranks(starting_late, 4, case, {})
     again = run_ranks(starting_late, 4, case, {0: 0.5, 2: 0.2})

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, said
 
-ZERO3 = dict(batch=dict(micro_batch_size=1, seq_length=16, pp_microbatches=4), sharding=dict(zero_stage=3))
+BATCH = dict(micro_batch_size=1, seq_length=16, pp_microbatches=4)
+MODES: dict[str, dict] = {
+    "zero-1": dict(sharding=dict(zero_stage=1)),
+    "zero-2": dict(sharding=dict(zero_stage=2)),
+    "zero-3": dict(sharding=dict(zero_stage=3)),
+    "zero-3 streaming": dict(sharding=dict(zero_stage=3, sync="streaming")),
+    "zero-3 in one order": dict(sharding=dict(zero_stage=3, reproducible="layout")),
+    "zero-3 speculative": dict(
+        sharding=dict(zero_stage=3), step=dict(speculative_step=True), layout=dict(pp=2, schedule="zbv")
+    ),
+    "megatron": dict(sharding=dict(backend="megatron")),
+    "fsdp2": dict(sharding=dict(backend="fsdp2")),
+    "fsdp2 streaming": dict(sharding=dict(backend="fsdp2", sync="streaming")),
+    "fsdp2 in one order": dict(sharding=dict(backend="fsdp2", reproducible="layout")),
+    "ddp": dict(sharding=dict(backend="ddp")),
+}
 
 
-def on_zero3():
-    """An engine over two ZeRO-3 ranks, with the same weights each time."""
-    return engine(lambda rank: chunk_of(0, 1), keys=ZERO3)
+def on(mode: str):
+    """An engine over two data-parallel ranks, or the two of a V, with the same weights each time."""
+    in_a_v = "layout" in MODES[mode]
+    return engine(half_of_a_v if in_a_v else lambda rank: chunk_of(0, 1), keys=dict(batch=BATCH, **MODES[mode]))
+
+
+def half_of_a_v(rank: int) -> list:
+    chunks = [chunk_of(stage, 4) for stage in (rank, 3 - rank)]
+    for chunk in chunks:
+        chunk.config.pipeline_model_parallel_size = 2
+    return chunks
 
 
 def weights(made) -> list:
@@ -57,7 +83,7 @@ def own_batches() -> list:
 
 def idle(folder: str) -> dict[str, Any]:
     data = own_batches()
-    made = on_zero3()
+    made = on("zero-3")
     start = weights(made)
     seen: dict[str, Any] = {"optim_step": said(made.optim_step), "load": made.load(f"{folder}/nothing")}
     seen["evaluate"], seen["forward"] = made.evaluate(data)[1], len(made.forward(data))
@@ -75,12 +101,12 @@ def idle(folder: str) -> dict[str, Any]:
 
 def open_step(folder: str) -> dict[str, Any]:
     data = own_batches()
-    made = on_zero3()
+    made = on("zero-3")
     made.forward_backward(data[:1])
     made.forward_backward(data[1:])
     expected, after = ends(made.optim_step()), weights(made)
 
-    made = on_zero3()
+    made = on("zero-3")
     start = weights(made)
     made.forward_backward(data[:1])
     seen: dict[str, Any] = {
@@ -103,9 +129,9 @@ def open_step(folder: str) -> dict[str, Any]:
     return seen
 
 
-def failed(folder: str) -> dict[str, Any]:
+def failed(folder: str, mode: str) -> dict[str, Any]:
     data = own_batches()
-    made = on_zero3()
+    made = on(mode)
     start = weights(made)
     made.forward_backward(data[:1])
     seen: dict[str, Any] = {"first error": try_dying(made, data[1:])}
@@ -122,7 +148,7 @@ def failed(folder: str) -> dict[str, Any]:
     seen["save"] = made.save(f"{folder}/failed").exists()
     seen["load"] = made.load(f"{folder}/failed") and are_equal(start, weights(made)) and made.step == 0
     seen["train_step after load"] = said(lambda: made.train_step(data))
-    fresh = on_zero3()
+    fresh = on(mode)
     fresh.train_step(data)
     seen["a new engine"] = fresh.load(f"{folder}/failed") and are_equal(start, weights(fresh))
     return seen
@@ -148,8 +174,147 @@ def test_an_open_step(tmp_path):
         assert set(seen.values()) == {True}, seen
 
 
-def test_a_failed_engine(tmp_path):
-    for seen in run_ranks(failed, 2, str(tmp_path), timeout=90):
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "layout" not in MODES[mode]])
+def test_a_failed_engine(tmp_path, mode):
+    for seen in run_ranks(failed, 2, str(tmp_path), mode, timeout=90):
         assert seen.pop("first error") == "a kernel died"
         assert [seen.pop(name) for name in ("save", "load", "a new engine")] == [True] * 3
         assert len(seen) == 8 and all(text.startswith(FAILED) for text in seen.values()), seen
+
+
+# --- every pair of calls ---------------------------------------------------------------------------------------------
+
+
+CALLS = "forward_backward train_step optim_step forward evaluate trial save load gather_ahead".split()
+
+
+@dataclass(frozen=True)
+class Model:
+    """The table, for an engine that has not failed: steps taken, and micro-batches of the open step."""
+
+    steps: int = 0
+    opened: int = 0
+
+    def after(self, call: str, count: int) -> tuple[str, Model]:
+        """(beginning of the error that `call` raises, the state after it). count: micro-batches of forward_backward."""
+        step = self.steps + 1
+        if call in ("train_step", "trial") and self.opened:
+            return f"StepError: step {step} is open", self
+        if call == "optim_step" and not self.opened:
+            return f"StepError: step {step} has no gradient", self
+        if call == "forward_backward":
+            return "", replace(self, opened=self.opened + count)
+        if call in ("train_step", "optim_step"):
+            return "", Model(step)
+        return "", Model() if call == "load" else self
+
+
+class Pairs:
+    """An engine that goes back to its first state before each pair of calls."""
+
+    def __init__(self, mode: str, folder: str):
+        self.data, self.made, self.folder = own_batches(), on(mode), folder
+        self.made.save(f"{folder}/first")
+        self.due = [self.step() for _ in range(3)]
+        """(loss, norm, weight, weights after it) of the steps that follow on each other."""
+
+    def step(self) -> tuple[Any, ...]:
+        return self.seen(self.made.train_step(self.data))
+
+    def seen(self, result) -> tuple[Any, ...]:
+        return result.loss, result.grad_norm, result.weight, weights(self.made)
+
+    def call(self, name: str, data: list) -> None:
+        made = self.made
+        calls = {
+            "forward_backward": lambda: made.forward_backward(data),
+            "train_step": lambda: made.train_step(self.data),
+            "optim_step": made.optim_step,
+            "forward": lambda: made.forward(self.data),
+            "evaluate": lambda: made.evaluate(self.data),
+            "trial": lambda: try_on(made, self.data),
+            "save": lambda: made.save(f"{self.folder}/other"),
+            "load": lambda: made.load(f"{self.folder}/first"),
+            "gather_ahead": made.gather_ahead,
+        }
+        calls[name]()
+
+    def problems(self, first: str, second: str) -> list[str]:
+        """How the two calls depart from the table, in what they raise or in the step that is then taken."""
+        self.made.load(f"{self.folder}/first")
+        model, found = Model(), []
+        # A first part of the step, and the rest of it, or all of it if it ends at once.
+        sizes = (4, 0) if second == "optim_step" else (2, 2)
+        for name, size in zip((first, second), sizes, strict=True):
+            due, after = model.after(name, size)
+            text = said(lambda name=name, at=model.opened, size=size: self.call(name, self.data[at : at + size]))
+            if not (text.startswith(due) if due else not text):
+                found.append(f"{first}, {second}: {name} says {text!r}, not {due!r}")
+            model = after
+            if self.made.step != model.steps:
+                found.append(f"{first}, {second}: {self.made.step} steps after {name}, not {model.steps}")
+        taken: list[tuple[Any, ...]] = []
+        text = said(lambda: taken.append(self.rest_of_the_step(model) if model.opened else self.step()))
+        found += [f"{first}, {second}: the step after them says {text!r}"] if text else []
+        return found + [
+            f"{first}, {second}: {each}" for got in taken for each in differences(got, self.due[model.steps])
+        ]
+
+    def rest_of_the_step(self, model: Model) -> tuple[Any, ...]:
+        if left := self.data[model.opened :]:
+            self.made.forward_backward(left)
+        return self.seen(self.made.optim_step())
+
+
+def differences(got: tuple[Any, ...], due: tuple[Any, ...]) -> list[str]:
+    import torch
+
+    names = ("loss", "norm", "weight")
+    found = [
+        f"{name} {mine}, not {true}"
+        for name, mine, true in zip(names, got, due, strict=False)
+        if mine != pytest.approx(true, rel=1e-5)
+    ]
+    off = [not torch.allclose(mine, true, rtol=1e-4, atol=1e-6) for mine, true in zip(got[3], due[3], strict=True)]
+    return found + ["other weights"] * any(off)
+
+
+def pairs(folder: str, mode: str) -> list[str]:
+    engine = Pairs(mode, folder)
+    return [problem for first in CALLS for second in CALLS for problem in engine.problems(first, second)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_pair_of_calls_does_what_the_table_says(tmp_path, mode):
+    """The next step is that of its own micro-batches, whatever two calls came before it."""
+    for found in run_ranks(pairs, 2, str(tmp_path), mode, timeout=180):
+        assert not found, "\n".join(found)
+
+
+def pairs_with_a_load_that_keeps(folder: str, mode: str) -> list[str]:
+    from megaaccum.step.train_step import TrainStep
+
+    TrainStep.abandon = lambda self: None  # type: ignore[method-assign]
+    return pairs(folder, mode)
+
+
+def pairs_with_gradients_that_stay(folder: str, mode: str) -> list[str]:
+    """A step that is open is no reason to refuse another, and nothing empties the gradients."""
+    from megaaccum.sharding.ddp import DdpBackend
+    from megaaccum.step.train_step import TrainStep
+
+    TrainStep.abandon = lambda self: setattr(self, "opened", None)  # type: ignore[method-assign]
+    DdpBackend.begin_step = lambda self: None  # type: ignore[method-assign]
+    return pairs(folder, mode)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (pairs_with_a_load_that_keeps, "forward_backward, load: the step after them says 'StepError: step 1 is open"),
+        (pairs_with_gradients_that_stay, "forward_backward, load: norm "),
+    ],
+)
+def test_a_mistake_is_seen(tmp_path, mistake, words):
+    for found in run_ranks(mistake, 2, str(tmp_path), "ddp", timeout=180):
+        assert any(text.startswith(words) for text in found), found

@@ -9,7 +9,7 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.support import host_syncs
 from tests.support.parity import Case, Rig
 
-BUDGET = 12
+BUDGET = 4
 PP = "--pipeline_model_parallel_size {} --pp_microbatches {}"
 
 

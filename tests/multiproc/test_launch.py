@@ -16,6 +16,8 @@ from megaaccum.pretrain.launch import local
 
 def launch_here(worker, argv, nproc, options):
     local.GRACE_SECONDS = options.pop("grace", local.GRACE_SECONDS)
+    if options.pop("nohup", False):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         code = local.launch_local(argv, nproc=nproc, worker=f"{__name__}:{worker}", **{"fork": True, **options})
     except local.LaunchError as error:
@@ -153,18 +155,34 @@ def saves_on_signal(argv):
     while len(list(folder.glob("ready*"))) < 2:
         time.sleep(0.01)
     if os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signum)
+        for _ in range(2 if signum == signal.SIGHUP else 1):  # a terminal that closes sends more than one
+            os.kill(os.getppid(), signum)
+            time.sleep(0.1)
     while not seen:
         time.sleep(0.01)
     time.sleep(0.3)
     (folder / f"saved{os.environ['RANK']}").write_text(str(len(seen)))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_every_rank_once_and_all_may_save(tmp_path, signum):
     code, _ = launched(saves_on_signal, str(tmp_path), str(int(signum)))
     assert code == 0
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def hung_up(argv):
+    """The terminal of a launcher and its rank closes."""
+    os.kill(os.getppid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.5)
+    Path(argv[0], "went on").touch()
+
+
+def test_nohup_is_honoured_by_launcher_and_ranks(tmp_path):
+    code, _ = launched(hung_up, str(tmp_path), nproc=1, nohup=True)
+    assert (code, (tmp_path / "went on").exists()) == (0, True)
+    assert launched(hung_up, str(tmp_path), nproc=1)[0] == 128 + signal.SIGHUP
 
 
 def deaf(argv):

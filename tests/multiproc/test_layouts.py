@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import layouts
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.layouts import MODEL, Outcome, outcomes
+from tests.support.layouts import MODEL, OWN, Outcome, outcomes
 from tests.support.parity import Case
 
 SAME = "--reproducible layout "
@@ -27,6 +27,8 @@ TWELVE = "--global_batch_size 12 "
 BF16 = "--bf16 "
 HALF = "--grad_reduce_dtype bf16 "
 EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
+RMS = BF16 + "--normalization RMSNorm "
+MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope "
 ROWS = [
     row(4, "--pp_microbatches 4 "),
     row(4, "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming "),
@@ -46,7 +48,32 @@ ROWS = [
     row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", HALF),
     row(4, "--pp_microbatches 4 ", EXPERTS),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
+    row(4, "--pp_microbatches 4 ", RMS),
+    row(4, "--pp_microbatches 4 --backend ddp ", RMS),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", RMS),
+    row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --backend megatron ", RMS),
+    row(4, "--pp_microbatches 4 --sync streaming ", MTP),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 ", MTP),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", MTP + RMS),
+    row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --sync streaming ", MTP + RMS),
+    row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + RMS),
 ]
+OWN_ROWS = [
+    row(4, "--pp_microbatches 4 ", OWN),
+    row(4, "--pp_microbatches 4 ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --sync streaming ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --zero_stage 2 ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --backend ddp ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --backend megatron ", OWN + BF16),
+    row(4, PP + "--pp_microbatches 8 --backend fsdp2 ", OWN + BF16),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", OWN + BF16),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --backend fsdp2 ", OWN + BF16),
+    row(4, PP + "--virtual_pipeline_model_parallel_size 2 --pp_microbatches 8 --backend ddp ", OWN + BF16),
+]
+"""A model of one's own with biases, RMSNorm, a weight that nothing reads and one that some micro-batches read."""
 THREE = [
     row(3, "--pp_microbatches 4 ", TWELVE),
     row(3, "--pp_microbatches 4 --sync streaming ", TWELVE),
@@ -164,6 +191,41 @@ def one_weight_for_two_uses() -> Iterator[None]:
         yield
 
 
+def linear_of_deepspeed() -> Iterator[None]:
+    """ZeRO-3 computes nn.Linear by DeepSpeed's function."""
+    import torch
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    with patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
+        yield
+
+
+def rounded_on_arrival() -> Iterator[None]:
+    """A micro-batch's gradient is rounded to BF16 as it arrives, and then added in FP32."""
+    from megaaccum.sharding.sum_tree import SumTree
+
+    add = SumTree.add
+    with patch.object(SumTree, "add", lambda self, at, grad, **keys: add(self, at, grad.bfloat16().float(), **keys)):
+        yield
+
+
+def embedding_read_twice() -> Iterator[None]:
+    """The gradients of a stage's embedding from its first layer and from prediction layers are added in each
+    micro-batch, where one stage has both."""
+    from megaaccum.model import gpt
+
+    with patch.object(gpt, "copy_for_prediction", lambda chunk: None):
+        yield
+
+
+def unfinished_sums_are_dropped() -> Iterator[None]:
+    """A parameter that not all micro-batches read is reduced without its sum."""
+    from megaaccum.sharding.fsdp2 import Fsdp2Backend
+
+    with patch.object(Fsdp2Backend, "_rest_of", lambda self, param: None):
+        yield
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -184,12 +246,12 @@ def one_process(model: str) -> Outcome:
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
     found: dict[Case, Outcome] = {}
-    for ranks, rows in ((4, ROWS), (3, THREE)):
+    for ranks, rows in ((4, ROWS), (4, OWN_ROWS), (3, THREE)):
         found |= zip(rows, run_ranks(outcomes, ranks, rows, STEPS, timeout=150)[0], strict=True)
     return found
 
 
-@pytest.mark.parametrize("case", ROWS + THREE, ids=str)
+@pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)
 def test_every_layout_is_one_process_to_the_bit(case, measured):
     assert measured[case] == one_process(case.model)
 
@@ -206,6 +268,10 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
         (fused_kernel, ROWS[0], "state"),
         (norm_of_shards, ROWS[0], "norms"),
         (one_weight_for_two_uses, row(1, "--pp_microbatches 16 "), "gradient"),
+        (linear_of_deepspeed, OWN_ROWS[1], "gradient"),
+        (rounded_on_arrival, ROWS[18], "gradient"),
+        (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
+        (unfinished_sums_are_dropped, OWN_ROWS[4], "gradient"),
     ],
 )
 def test_a_mistake_is_seen(mistake, case, what):

@@ -38,6 +38,7 @@ CASES = {
     "zero-3 streaming, some live": Case(4, PP + "--sync streaming --max_live_parameters 16000", UNTIED),
     "zero-3 streaming, bf16": Case(4, PP + "--sync streaming", UNTIED, "bf16"),
     "zero-3 in rank order": Case(4, PP + "--deterministic", UNTIED),
+    "zero-1 in rank order": Case(4, PP + "--zero_stage 1 --deterministic", UNTIED),
     "zero-3 in one order": Case(4, PP + SAME, UNTIED),
     "zero-3 in one order, no pipeline": Case(4, FLAT + SAME),
     "zero-3 streaming in one order": Case(4, PP + SAME + "--sync streaming", UNTIED),

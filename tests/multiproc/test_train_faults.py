@@ -15,6 +15,7 @@ import pytest
 
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import journal, receipts
 from tests.support import whole_runs
 from tests.support.data_samples import write_pair
 from tests.support.whole_runs import VOCAB, flags, losses, make_data, train
@@ -272,6 +273,26 @@ def test_a_signal_waits_for_the_checkpoint_that_is_being_written(whole, tmp_path
     assert not list(checkpoints.glob("*.tmp"))
     assert train(tmp_path, async_save=True).code == 0
     assert losses(tmp_path) == whole[1]
+
+
+def test_a_hang_up_finishes_the_step_and_saves(whole, tmp_path):
+    make_data(tmp_path)
+    ended = train(tmp_path, worker="is_hung_up_in_step_3", save_interval=0)
+    assert ended.code == 0, ended.output
+    assert "Stopped by a signal after step 4" in ended.output
+    assert train(tmp_path).code == 0
+    assert losses(tmp_path) == whole[1]
+
+
+@pytest.mark.parametrize(("how", "why"), [("dead", "Broken pipe"), ("full", "No space left on device"), ("closed", "")])
+def test_an_output_that_cannot_be_written_ends_nothing(whole, tmp_path, how, why):
+    make_data(tmp_path)
+    ended = train(tmp_path, env={whole_runs.STDOUT: how})
+    assert (ended.code, ended.errors()) == (0, []), ended.output
+    assert losses(tmp_path) == whole[1]
+    noted = [each["output"] for each in journal.lines(tmp_path / "run" / "log.jsonl") if "output" in each]
+    events = [each["text"] for each in receipts.read_all(tmp_path / "run")[-1]["events"] if each["kind"] == "output"]
+    assert noted == events == ([f"standard output is lost: {why}"] if why else [])
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_kept(half):

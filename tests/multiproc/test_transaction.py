@@ -117,13 +117,18 @@ def test_a_run_without_barriers_is_the_run_with_them(folder):
 
 
 def test_the_end_at_the_floor_names_the_last_good_checkpoint(folder):
-    at_floor = SMALL + "--fp16 --initial_loss_scale 256 --min_loss_scale 256 "
+    at_floor = (
+        SMALL.replace("--save_interval 4", "--save_interval 2")
+        + "--fp16 --initial_loss_scale 256 --min_loss_scale 256 "
+    )
     outcomes = try_ranks(train, 2, at_floor, folder / "floor", {5: Fault(1, 3)}, init=False, timeout=90)
     for outcome in outcomes:
         assert outcome.error is not None
         assert "step 5 overflows at loss scale 256" in outcome.error.text
         assert "micro-batch 3 of data-parallel rank 0: first in the backward of stage 1 (rank 1)" in outcome.error.text
-        assert f"The last good checkpoint is {folder / 'floor' / 'checkpoints' / 'step_0000004'}" in outcome.error.text
+        last_good = folder / "floor" / "checkpoints" / "step_0000002"  # no finite step came after that of step 4
+        assert f"The last good checkpoint is {last_good}, after which a step was finite" in outcome.error.text
+        assert "(load_step: 4, 2)" in outcome.error.text
 
 
 POISON = 2000
@@ -161,7 +166,8 @@ def test_the_end_after_bad_steps_names_remedies_that_work(folder):
         for end in ends:
             assert end.error is not None
             assert "step 6 is the 2nd bad step in a row" in end.error.text
-            assert f"The last good checkpoint is {output / 'checkpoints' / 'step_0000004'}" in end.error.text
+            newest = output / "checkpoints" / "step_0000004"
+            assert f"No checkpoint was followed by a finite step; the newest is {newest}" in end.error.text
     words = re.search(r"lower lr \(set override to (\w+)\) or other data \(override (\w+)\)", ends[0].error.text)
     assert words
     (_, asked), (lower, named) = words.groups(), (f"--override {word}" for word in words.groups())

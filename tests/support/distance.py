@@ -1,7 +1,8 @@
 """The distance of a layout's gradient from the float64 reference, and whether that is parity.
 
 The float64 lane and the cut of a parameter over tp are those of `megaaccum verify`. Its bound in other precisions has a
-term for what rounding explains; the engine lane here has none, and takes all parameters together.
+term for what rounding explains; the engine lane here compares all parameters together with one process, and each one
+with its own norm.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 """Engine lane: how much farther from float64 a gradient may be than that of one process in the same precision."""
+OWN_FACTOR, CANCELS = 4.0, 1e-3
+OWN = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-9}
+"""Engine lane, each parameter: the same factor, the share of the whole norm below which a gradient has cancelled, and
+the relative error that is rounding in any case."""
 SCALAR = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}
 """Largest relative error of loss and norm; in 16 bit the distance of 1 to the next number."""
 
@@ -60,6 +65,20 @@ def problems_with(case: Case, ranks: list[Gradient], exact: Reference, near: Ref
     error, limit = total_error(ranks, exact), FACTOR * total_error([near.gradient], exact)
     if not error <= limit:
         found.append(f"error {error:.2e} > {limit:.2e}; {_worst(ranks, exact)}")
+    return found + _far_parameters(case, ranks, exact, near)
+
+
+def _far_parameters(case: Case, ranks: list[Gradient], exact: Reference, near: Reference) -> list[str]:
+    """Parameters that are off by more than rounding, each against its own norm: a few times as far as in one process,
+    or, of those whose gradients cancel to little, by rounding of what cancels."""
+    found = []
+    for rank, got in enumerate(ranks):
+        for name, part in got.parts.items():
+            true, like = (own_part(name, part, got, each) for each in (exact, near))
+            size = max(float(true.norm()), CANCELS * exact.gradient.norm)
+            error, limit = float((part - true).norm()) / size, OWN_FACTOR * float((like - true).norm()) / size
+            if not error <= limit + OWN[case.lane]:
+                found.append(f"rank {rank}: {name} is off by {error:.2e} > {limit + OWN[case.lane]:.1e} of its norm")
     return found
 
 

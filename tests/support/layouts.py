@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.layouts import digest, gathered, state_of
-from tests.support.parity import Case, Gradient, Rig
+from tests.support.parity import VOCAB, Case, Gradient, Rig
 
 if TYPE_CHECKING:
     from megaaccum.sharding import ShardingBackend
 
 MODEL = "--num_layers 4 --attention_dropout 0.1 --hidden_dropout 0.1 --clip_grad 0.5 --lr 1e-2 --global_batch_size 16 "
+
+
+OWN = "--attention_dropout 0 "
+"""Flags of a case whose model is benchmarks/own_model, which has its own dropout."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,24 @@ class Outcome:
 
 def outcome(case: Case, steps: int) -> Outcome:
     """The outcome of `steps` steps of `case`, with the weights after the last; the same on every rank."""
-    rig = Rig.of(case)
+    rig = own_rig(case) if OWN in case.model else Rig.of(case)
     size = rig.plan.batch.global_batch_size
     results = [rig.train(step, first=step * size) for step in range(1, steps)]
     gradient, last = rig.watched(rig.microbatches(steps * size), step=steps)
     results.append(last)
     return outcome_of([each.loss for each in results], [each.grad_norm for each in results], gradient, rig.backend)
+
+
+def own_rig(case: Case) -> Rig:
+    """A rank of the model of benchmarks/own_model. Collective."""
+    from benchmarks import own_model
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+
+    plan = case.plan()
+    groups.destroy()
+    engine = initialize(plan, own_model.build_stages(plan, VOCAB), forward_step_func=own_model.forward_step)
+    return Rig(case, plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
 
 
 def outcome_of(losses: list[float], norms: list[float], gradient: Gradient, backend: ShardingBackend) -> Outcome:

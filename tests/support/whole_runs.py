@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,29 @@ def _train(argv: list[str], worker: str, max_bytes: int) -> None:
         local.GRACE_SECONDS = 1.0
     if max_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
+    kept, stdout = os.dup(1), sys.stdout
+    _spoil_stdout(os.environ.get(STDOUT, ""))
     code = cli.main(["train", *argv])
+    os.dup2(kept, 1)
+    sys.stdout = stdout
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print("exit code", code, flush=True)
+
+
+STDOUT = "TEST_STDOUT"
+
+
+def _spoil_stdout(how: str) -> None:
+    """Give this process a standard output that is `dead` (a pipe without a reader), `full` (a disk), or `closed`."""
+    if how == "dead":
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+    elif how == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    elif how == "closed":
+        os.close(1)
+        sys.stdout = None  # as Python starts without one
 
 
 def run_bounded(command: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -163,6 +184,34 @@ def dies_after_three_steps(argv: list[str]) -> int:
             _die_on_rank_1()
 
     training_run.log_step = and_die
+    return train.main(argv)
+
+
+def takes_its_time(argv: list[str]) -> int:
+    """Each step takes a second longer: the run outlasts the wait of another start for its folder."""
+    from megaaccum.cli import train
+    from megaaccum.pretrain.training import training_run
+
+    log_step = training_run.log_step
+    training_run.log_step = lambda *args: (time.sleep(1), log_step(*args))[1]
+    return train.main(argv)
+
+
+def is_hung_up_in_step_3(argv: list[str]) -> int:
+    """The launcher gets SIGHUP twice while rank 0 is in step 3, as from a terminal that closes."""
+    from megaaccum.cli import train
+    from megaaccum.pretrain.training import training_run
+
+    log_step = training_run.log_step
+
+    def and_hang_up(log, engine, *args):
+        if engine.step == 3 and os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGHUP)
+            os.kill(os.getppid(), signal.SIGHUP)
+            time.sleep(0.5)
+        log_step(log, engine, *args)
+
+    training_run.log_step = and_hang_up
     return train.main(argv)
 
 

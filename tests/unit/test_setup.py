@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -93,9 +95,46 @@ def test_constraints_are_exact_versions_only():
 def test_everything_that_is_asked_for_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"]]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["dist"]]
     names = {re.match(r"[A-Za-z0-9._-]+", text)[0].lower() for text in wanted}
     assert names - {project["name"]} <= set(pins())
+
+
+def test_every_pin_has_its_hashes():
+    """`make hashes` writes them; no address of a registry is among them."""
+    text = (ROOT / "constraints.hashes.txt").read_text()
+    blocks = text.replace(" \\\n", " ").splitlines()
+    assert [block.split()[0] for block in blocks] == [f"{name}=={version}" for name, version in pins().items()]
+    assert all(re.fullmatch(r"\S+( +--hash=sha256:[0-9a-f]{64})+", block) for block in blocks)
+
+
+def test_the_versions_that_names_are_looked_up_for_are_the_pinned_ones():
+    from megaaccum.upstream import TESTED
+
+    assert {name: pins()[name] for name in TESTED} == TESTED
+
+
+def test_the_wheel_holds_what_the_readme_names(tmp_path):
+    """Built from a copy of what git has, as `make dist` does it."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.splitlines()):
+        if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    ran = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    share = {name.partition("/share/megaaccum/")[2] for name in names if "/share/megaaccum/" in name}
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"(?:configs|launch)/\w+\.(?:yaml|py)", readme))
+    assert {"configs/llama3_70b.yaml", "launch/pretrain_gpt.py"} <= named <= share
+    assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= share
+    assert "megaaccum/pretrain/data/text/SOURCE.md" in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
 def test_doctor_and_pyproject_ask_for_the_same():

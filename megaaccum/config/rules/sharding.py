@@ -38,15 +38,19 @@ def live_parameters(subject: Subject) -> Iterator[str]:
 
 
 def deterministic(subject: Subject) -> Iterator[str]:
-    """At ZeRO-3 megaaccum itself sums in rank order and hands DeepSpeed finished partitions."""
+    """At ZeRO-1 and -2 sums in rank order are made on the device, in the precision in which gradients are added up."""
     sharding = subject.sharding
-    if sharding.reproducible == "layout":  # sums at any stage
+    if not sharding.deterministic or sharding.backend != "deepspeed" or sharding.zero_stage == 3:
         return
-    if sharding.deterministic and sharding.backend == "deepspeed" and sharding.zero_stage != 3:
-        yield (
-            f"deterministic needs zero_stage 3, as DeepSpeed itself sums at zero_stage {sharding.zero_stage}: set"
-            " zero_stage to 3, or deterministic to false."
-        )
+    for name, value, plain in (
+        ("offload_optimizer", sharding.offload_optimizer, "none"),
+        ("grad_reduce_dtype", sharding.grad_reduce_dtype, sharding.grad_accum_dtype),
+    ):
+        if value != plain and sharding.reproducible == "none":
+            yield (
+                f"deterministic with {name} {value} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set"
+                f" {name} to {plain}, or zero_stage to 3."
+            )
 
 
 def reproducible(subject: Subject) -> Iterator[str]:

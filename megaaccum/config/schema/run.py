@@ -190,7 +190,9 @@ class RunConfig:
     save: Annotated[str | None, Facts(per_host=True)] = None
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
-    """Folder to resume from; default: save, when it holds a checkpoint."""
+    """Folder to resume from, or one checkpoint's own; default: save, when it holds a checkpoint."""
+    load_step: Annotated[int | None, Facts(at_least=0)] = None
+    """Resume from the checkpoint of this step, in every start until it is removed; default: the current checkpoint."""
     exit_on_missing_checkpoint: bool = False
     """End the run if `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0

@@ -106,7 +106,7 @@ def moved(
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
     | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
     | ZeRO-1 and -2 | (K-1)/K * (P + 2 G): DeepSpeed all-reduces buckets, of which each rank keeps a part; with
-      `reproducible: layout` (K-1)/K * (P + G) |
+      `deterministic` (K-1)/K * (P + G) |
     | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
     | torch DDP | 2 (K-1)/K * G, in FP32 for 16-bit parameters |
     | `reproducible: layout`, resident | G / K for each sum of another rank in place of (K-1)/K * G: one each where K is
@@ -125,7 +125,7 @@ def moved(
     if mode.backend == "ddp":
         return Moved(0.0, (others + ranks - 1) * max(param, 4.0) * elements / ranks)
     if mode.backend == "deepspeed" and mode.zero_stage < 3:
-        return Moved(share * p, (once if sharding.reproducible == "layout" else 2 * share) * g)
+        return Moved(share * p, (once if sharding.deterministic else 2 * share) * g)
     replicas = 2 * between * g / inner
     if mode.sync == "resident":
         return Moved(share * p, (once if mode.replicas == 1 else share) * g + replicas)

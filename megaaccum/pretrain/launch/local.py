@@ -269,7 +269,8 @@ class _Job:
 
 
 class _Forwarding:
-    """Context in which signals to this process go to the ranks: the first as it is; a second one ends them."""
+    """Context in which signals to this process go to the ranks: the first as it is; a second one ends them, but for a
+    hang-up, which a closed terminal sends more than once. One that `nohup` has ignored stays so."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -279,6 +280,8 @@ class _Forwarding:
 
     def __enter__(self) -> None:
         for signum in self.SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue
             self.before[signum] = signal.signal(signum, self._handle)
 
     def __exit__(self, *exc: object) -> None:
@@ -288,7 +291,7 @@ class _Forwarding:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.job.forwarded is not None:
-            self.job.kill = True
+            self.job.kill = self.job.kill or signum != signal.SIGHUP
             return
         self.job.forwarded = signum
         if len(self.job.ranks) < self.job.nproc:  # not all are started: there is nothing to save yet

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from typing import Any
 
 from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
+from megaaccum.pretrain.metrics.journal import TOTALS, Record
 from megaaccum.units import duration
-
-Record = dict[str, Any]
 
 CAUSES = (
     "productive",
@@ -29,7 +28,8 @@ difference between a rank's two clocks."""
 
 
 class Goodput:
-    """Sums the records of a journal, in order, including those of earlier starts (`journal.lines`).
+    """Sums the records of a journal, in order, including those of earlier starts (`journal.lines`), or those of this
+    start on (`journal.since_totals`).
 
     seconds: by cause; together the time from the first launch to the last record.
     """
@@ -38,9 +38,19 @@ class Goodput:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.num_starts = 0
         self._last: float | None = None
-        self._steps: list[tuple[int, dict[str, float]]] = []
-        for record in records:
-            self.add(record)
+        # Step, data, rest and whether it was skipped, of each step that a later start among `records` may repeat.
+        self._steps: array[float] | None = array("d")
+        for number, record in enumerate(records):
+            if number == 0 and TOTALS in record:
+                self.num_starts, self._last = record[TOTALS]["num_starts"], record["time"]
+                self.seconds = {cause: record[TOTALS][cause] for cause in CAUSES}
+            else:
+                self.add(record)
+        self._steps = None
+
+    def totals(self) -> Record:
+        """The sums so far, from which `since_totals` continues."""
+        return {"num_starts": self.num_starts, **self.seconds}
 
     @property
     def total(self) -> float:
@@ -68,21 +78,21 @@ class Goodput:
             self.seconds["idle"] += launched - self._last
         self.seconds["start_up"] += record["time"] - launched
         self.num_starts += 1
-        while self._steps and self._steps[-1][0] > record["step"]:
-            _, spent = self._steps.pop()
-            for cause, seconds in spent.items():
-                self.seconds[cause] -= seconds
-                self.seconds["repeated"] += seconds
+        while self._steps and self._steps[-4] > record["step"]:
+            skipped, rest, data, _ = (self._steps.pop() for _ in range(4))
+            self.seconds["data"] -= data
+            self.seconds["skipped" if skipped else "productive"] -= rest
+            self.seconds["repeated"] += data + rest
 
     def _since_the_last(self, record: Record) -> None:
         elapsed = 0.0 if self._last is None else record["time"] - self._last
         spent = {cause: record.get(f"seconds_{cause}", 0.0) for cause in BETWEEN_STEPS}
         if record["kind"] == "train":
-            step = {"data": record.get("seconds_data", 0.0)}
-            rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - step["data"]
-            step["skipped" if record.get("skipped") else "productive"] = rest
-            self._steps.append((record["step"], step))
-            spent |= step
+            data, skipped = record.get("seconds_data", 0.0), bool(record.get("skipped"))
+            rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - data
+            if self._steps is not None:
+                self._steps.extend((record["step"], data, rest, skipped))
+            spent |= {"data": data, "skipped" if skipped else "productive": rest}
         spent["other"] = elapsed - sum(spent.values())
         for cause, seconds in spent.items():
             self.seconds[cause] += seconds

@@ -1,18 +1,30 @@
-"""The journal log.jsonl: one JSON object per line for each start of the run, optimizer step, evaluation, and end."""
+"""The journal log.jsonl: one JSON object per line for each start of the run, optimizer step, evaluation, and end.
+
+A file that has grown to PART_BYTES is renamed to `log.jsonl.1`, then `log.jsonl.2`, and so on, and a new one begun.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.texts import parse_json, regular_file
+from megaaccum.platform.files import open_regular, set_aside
+from megaaccum.texts import parse_json
 
 Record = dict[str, Any]
+
+PART_BYTES = 1 << 30
+MOST_AT_ONCE = 100_000
+"""Records held in memory at a time."""
+TOTALS = "totals"
+"""The field of some records that holds sums over the run up to them: a resume reads no record before it."""
 
 KINDS = ("train", "valid", "text_comparisons", "sample", "start", "end")
 """Values of a record's `kind`: an optimizer step, an evaluation, the text comparisons, a sampled text, a start that
@@ -38,19 +50,28 @@ class Journal:
         """
         self.path = path
         try:
-            if path.exists() and start_step == 0:
-                set_aside(path)
-            if path.exists():
+            if os.path.lexists(path) and (start_step == 0 or path.is_symlink()):
+                before, aside = parts(path)[:-1], set_aside(path)
+                for part in before:
+                    part.rename(aside.with_name(aside.name + part.suffix))
+            elif path.exists():
                 _cut_torn_end(path)
-            # Line buffering: each record reaches the operating system in one write.
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file = self._open()
             self.append({"kind": "start", "step": start_step, **(start or {})})
         except OSError as error:
             raise unwritable(path, error) from error
 
+    def _open(self) -> TextIO:
+        # Line buffering: each record reaches the operating system in one write.
+        return self.path.open("a", buffering=1, encoding="utf-8")
+
     def append(self, record: Record) -> None:
         """Append one line. Raises MegaaccumError if it cannot be written, for example on a full disk."""
         try:
+            if self._file.tell() >= PART_BYTES:
+                self._file.close()
+                self.path.rename(self.path.with_name(f"{self.path.name}.{len(parts(self.path))}"))
+                self._file = self._open()
             self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -83,24 +104,62 @@ def kept(records: Iterable[Record]) -> list[Record]:
     return found
 
 
-def lines(path: Path) -> list[Record]:
+def parts(path: Path) -> list[Path]:
+    """The files of a journal, in order; `path` is the last one."""
+    found = path.parent.glob(f"{path.name}.*")
+    before = [each for each in found if each.stem == path.name and each.suffix[1:].isdecimal()]
+    return [*sorted(before, key=lambda each: int(each.suffix[1:])), path]
+
+
+def lines(path: Path) -> Iterator[Record]:
     """Every record of a journal, in order, including starts, ends and repeated steps. Raises MegaaccumError as `read`
     does."""
-    records: list[Record] = []
-    unreadable: tuple[int, bytes] | None = None
-    with open(path, "rb", opener=regular_file) as file:
-        for number, line in enumerate(file, start=1):
-            record = _parse(line)
-            if record is None:
-                unreadable = unreadable or (number, line)
-            elif unreadable is not None:
-                raise MegaaccumError(
-                    f"{path} is damaged: line {unreadable[0]} is not a record of a run: {unreadable[1][:60]!r}.\n"
-                    f"Move the file away and start again: the run resumes from its checkpoint, with a new log."
-                )
-            else:
-                records.append(record)
-    return records
+    unreadable: tuple[Path, int, bytes] | None = None
+    for part in parts(path):
+        with open_regular(part) as file:
+            for number, line in enumerate(file, start=1):
+                record = parse(line)
+                if record is None:
+                    unreadable = unreadable or (part, number, line)
+                elif unreadable is not None:
+                    raise MegaaccumError(
+                        f"{unreadable[0]} is damaged: line {unreadable[1]} is not a record of a run:"
+                        f" {unreadable[2][:60]!r}.\nMove the file away and start again: the run resumes from its"
+                        " checkpoint, with a new log."
+                    )
+                else:
+                    yield record
+
+
+def since_totals(path: Path) -> Iterable[Record]:
+    """The records of a journal from the last one on that holds the totals of all steps which later ones do not repeat;
+    every record if none does. Raises MegaaccumError as `read` does."""
+    found: list[Record] = []
+    lowest = math.inf
+    for line in _backwards(path):
+        record = parse(line)
+        if record is None or len(found) == MOST_AT_ONCE:
+            return lines(path)
+        found.append(record)
+        if record["kind"] == "start":
+            lowest = min(lowest, record["step"])
+        elif TOTALS in record and record["step"] <= lowest:
+            break
+    return found[::-1]
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a journal, the last one first."""
+    for part in reversed(parts(path)):
+        with open_regular(part) as file:
+            end = os.fstat(file.fileno()).st_size
+            if end == 0:
+                continue
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                while end > 0:
+                    begin = content.rfind(b"\n", 0, end - 1) + 1
+                    yield content[begin:end]
+                    end = begin
 
 
 def strict(record: Record) -> Record:
@@ -111,27 +170,20 @@ def strict(record: Record) -> Record:
     return {key: None if key in nonfinite else value for key, value in record.items()} | {"nonfinite": nonfinite}
 
 
-def set_aside(path: Path) -> Path:
-    """Rename `name.ext` to the first free of `name.1.ext`, `name.2.ext`, ...; returns the new path."""
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return path.rename(aside)
-
-
 def _cut_torn_end(path: Path) -> None:
-    """Truncate the file after its last good line."""
-    lines(path)  # raises where it is damaged in the middle
-    end = position = 0
-    with open(path, "rb", opener=regular_file) as file:
-        for line in file:
-            position += len(line)
-            end = position if _parse(line) is not None else end
-    if end < path.stat().st_size:
-        os.truncate(path, end)
+    """Truncate the file after its last good line. Raises MegaaccumError if a line before it, and after the last totals,
+    is no record."""
+    torn = 0
+    for line in _backwards(path):
+        if parse(line) is not None:
+            break
+        torn += len(line)
+    if torn:
+        os.truncate(path, max(0, path.stat().st_size - torn))
+    deque(since_totals(path), maxlen=0)
 
 
-def _parse(line: bytes) -> Record | None:
+def parse(line: bytes) -> Record | None:
     """The record on a line; None if there is none. A last line without its newline was torn, even if it parses."""
     if not line.endswith(b"\n"):
         return None

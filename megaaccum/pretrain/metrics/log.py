@@ -12,13 +12,19 @@ from typing import Any
 from megaaccum.config import Config, Plan
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.platform.files import folder_problems
+from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
-from megaaccum.pretrain.metrics.journal import Journal, Record
+from megaaccum.pretrain.metrics.journal import TOTALS, Journal, Record
 from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
+
+TOTALS_EVERY = 1000
+"""Steps between two records with totals, of which a resume reads no more."""
+MOST_POINTS = 20_000
+"""Steps of the picture at the end."""
 
 
 class RunLog:
@@ -54,6 +60,7 @@ class RunLog:
         """
         self._is_writer = is_writer
         self._repeated = ("", 0, 0)
+        self._lost_output = ""
         self.problem: MegaaccumError | None = None
         """Why a record could not be written, once that happened; only ever set on the writing rank."""
         if not is_writer:
@@ -76,7 +83,7 @@ class RunLog:
         folder, self._now = Path(run.output_dir), now
         stamp = {"launched": (opening or {}).get("launched", now()), "time": round(now(), 3)}
         self._journal = Journal(folder / "log.jsonl", start_step=start_step, start=stamp)
-        self._goodput = Goodput(journal.lines(self._journal.path))
+        self._goodput = Goodput(journal.since_totals(self._journal.path))
         self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
         if start_step:
             self.event("restart", start_step, f"continues after step {start_step}")
@@ -170,7 +177,7 @@ class RunLog:
         self._journal.close()
         if self.problem is not None:
             raise self.problem
-        records = journal.read(self._journal.path)
+        records = journal.kept(each for each in journal.lines(self._journal.path) if self._is_shown(each))
         files: dict[str, Path | str] = {"checkpoint": checkpoint} if checkpoint else {}
         files |= {"log": self._journal.path} | self._draw(records)
         self.note(
@@ -186,9 +193,15 @@ class RunLog:
     def _write(self, record: Record) -> None:
         record["time"] = round(self._now(), 3)
         self._goodput.add(record)
+        if (lost := output.problem()) != self._lost_output:
+            self._lost_output = lost
+            record["output"] = f"standard output is lost: {lost}"
+            self._receipt.event("output", record["step"], record["output"])
         try:
             if record["kind"] == "train":
                 record["goodput"] = self._goodput.share
+                if record["step"] % TOTALS_EVERY == 0:
+                    record[TOTALS] = self._goodput.totals()
                 self._receipt.step(record, self._goodput)
             self._journal.append(record)
         except MegaaccumError as error:
@@ -209,6 +222,12 @@ class RunLog:
     def _is_due(self, step: int) -> bool:
         interval = self._plan.config.run.log_interval
         return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
+
+    def _is_shown(self, record: Record) -> bool:
+        """Whether the picture and the summary need a record: of a long run not every step."""
+        ends = (1, self._first_step, self._last_seen)
+        is_step = record["kind"] == "train" and not record.get("skipped") and record["step"] not in ends
+        return not is_step or record["step"] % (1 + self._last_seen // MOST_POINTS) == 0
 
     def _tokens_after(self, step: int) -> int:
         return self._plan.ramp.samples_after(step) * self._plan.batch.seq_length

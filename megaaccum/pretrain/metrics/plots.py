@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaaccum.platform.files import open_new
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,7 +37,8 @@ def draw(records: Iterable[Record], path: Path, *, tokens_after: Callable[[int],
     aside = path.with_name(path.name + ".new")
     with quiet():
         figure = _figure(train, [record for record in records if record["kind"] == "valid"], tokens_after, title)
-        figure.savefig(aside, format="png", dpi=150)
+        with open_new(aside) as file:
+            figure.savefig(file, format="png", dpi=150)
     os.replace(aside, path)
 
 

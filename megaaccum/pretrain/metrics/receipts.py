@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import megaaccum
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.errors import MegaaccumError
-from megaaccum.platform.files import replace_text
-from megaaccum.pretrain.metrics.journal import Record, set_aside, unwritable
+from megaaccum.platform.files import replace_text, set_aside
+from megaaccum.pretrain.metrics.journal import Record, unwritable
 from megaaccum.texts import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Receipt:
 
     def event(self, kind: str, step: int, text: str) -> None:
         """Record an event of `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`, `resume`,
-        `verify`, `alarm`, `straggler`."""
+        `verify`, `alarm`, `straggler`, `output` (which could not be written)."""
         self.content["events"].append({"kind": kind, "step": step, "text": text})
 
     def close(self, outcome: str, step: int, now: float) -> None:

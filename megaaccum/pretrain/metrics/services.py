@@ -14,8 +14,8 @@ from typing import Any
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.platform.files import replace_text
-from megaaccum.pretrain.metrics.journal import KINDS, Record, set_aside
+from megaaccum.platform.files import replace_text, set_aside
+from megaaccum.pretrain.metrics.journal import KINDS, Record
 
 
 class Services:

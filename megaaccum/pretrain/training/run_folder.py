@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform.files import folder_problems
+from megaaccum.pretrain.launch.lock import claim
 from megaaccum.pretrain.metrics import log
 
 if TYPE_CHECKING:
@@ -21,6 +23,23 @@ def checkpoint_folder(config: Config) -> Path:
 def check_folders(config: Config) -> None:
     """Check that logs and checkpoints can be written, before anything takes long. Raises ConfigError."""
     log.check(config)
-    saves = config.run.save_interval > 0 or config.run.save_at_end
-    if saves and (problems := folder_problems("save", str(checkpoint_folder(config)))):
+    if _saves(config) and (problems := folder_problems("save", str(checkpoint_folder(config)))):
         raise ConfigError(problems)
+
+
+def claim_folders(config: Config) -> None:
+    """Lock the folders of the run for rank 0, which writes to them, until it ends. Raises LaunchError if another run
+    has one."""
+    if int(os.environ["RANK"]) > 0:
+        return
+    for folder in [Path(config.run.output_dir), *([checkpoint_folder(config)] if _saves(config) else [])]:
+        try:
+            problem = claim(folder)
+        except OSError as error:
+            problem = f"{folder} cannot be locked for this run: {error.strerror or error}: {error.filename}"
+        if problem:
+            raise LaunchError(f"{problem}, or give this one another output_dir and save")
+
+
+def _saves(config: Config) -> bool:
+    return config.run.save_interval > 0 or config.run.save_at_end

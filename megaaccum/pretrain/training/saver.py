@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.checkpoint import resume, save_load
-from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates
+from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates, step_of
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
@@ -43,6 +43,8 @@ class Saver:
     _writing: BackgroundSave | None = None
     _overdue: bool = False
     _after_bad: bool = False
+    _last_finite: int = 0
+    """The last step that was not bad; the steps before a resume count."""
     _group: torch.distributed.ProcessGroup | None = None
 
     @property
@@ -56,14 +58,22 @@ class Saver:
         run = self.engine.plan.config.run
         self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
         self._after_bad = bad
+        self._last_finite = self._last_finite if bad else step
         due = not bad and (self._overdue or (ends and run.save_at_end))
         self._overdue = self._overdue and not due
         return due
 
     def last_good(self) -> str:
-        """The checkpoint from which a run that ends now would resume, as a sentence; the same on every rank."""
-        current = save_load.latest(self.folder)
-        return f"The last good checkpoint is {current}." if current else "There is no checkpoint of this run."
+        """The newest checkpoint after which a step was finite, and the others, as sentences; the same on every rank. A
+        step that is not finite may come from weights that the checkpoint before it holds already."""
+        found = resume_candidates(self.folder)[0]
+        if not found:
+            return "There is no checkpoint of this run."
+        steps = ", ".join(str(step_of(path)) for path in found)
+        good = next((path for path in found if step_of(path) < self._last_finite), None)
+        if good is None:
+            return f"No checkpoint was followed by a finite step; the newest is {found[0]} (load_step: {steps})."
+        return f"The last good checkpoint is {good}, after which a step was finite (load_step: {steps})."
 
     def written(self) -> str:
         """The current checkpoint, for the summary."""
@@ -143,7 +153,7 @@ class Saver:
         run = self.engine.plan.config.run
         if run.no_load:
             return
-        if not resume.first_good(run.load or self.folder, self._load, self._note):
+        if not resume.first_good(run.load or self.folder, self._load, self._note, step=run.load_step):
             raise_on_all_ranks(self._start_afresh)
 
     def _load(self, checkpoint: Path) -> bool:
@@ -171,6 +181,7 @@ class Saver:
         engine.resume(progress, with_optimizer=not only_weights)
         consumed, whole = progress.consumed_samples, engine.plan.ramp.samples_after(run.train_iters)
         self.data = raise_on_all_ranks(self.data.after, progress.data, consumed=consumed, needed=max(consumed, whole))
+        self._last_finite = progress.step
         engine.print(f"resumed from {checkpoint}: step {progress.step}, {progress.consumed_samples} samples")
         for note in notes:
             self._note(note)
@@ -202,7 +213,7 @@ def continued(plan: Plan) -> Plan:
     run = plan.config.run
     if run.no_load or run.finetune or run.reset_iteration:
         return plan
-    for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config))[0]:
+    for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config), run.load_step)[0]:
         with suppress(DamagedCheckpoint):  # reported by `Saver.resume`
             progress = read_progress(checkpoint)
             return plan.continued(progress.batch_ramp, progress.consumed_samples)

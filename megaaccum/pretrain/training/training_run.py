@@ -27,7 +27,7 @@ from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
-from megaaccum.pretrain.training.run_folder import check_folders
+from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
 from megaaccum.pretrain.training.run_log import open_log
 from megaaccum.pretrain.training.saver import Saver, continued
 
@@ -62,6 +62,7 @@ class TrainingRun:
         start_together(plan)
         plan, notes = raise_on_all_ranks(advisor.resolve, plan, smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
+        raise_on_all_ranks(claim_folders, plan.config)
         self.plan = plan = raise_on_all_ranks(continued, plan)
         groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
         data = raise_on_all_ranks(build_datasets, plan)
@@ -226,11 +227,13 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
 
 
 class _StopSignals:
-    """Remembers SIGINT and SIGTERM, so that a run can finish its step, save and exit."""
+    """Remembers SIGINT, SIGTERM and a hang-up, unless `nohup` has that ignored, so that a run can finish its step, save
+    and exit."""
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.optim.lr_schedule import build
+from megaaccum.step.result import StepResult
+from megaaccum.step.transaction import Transaction
 from tests.support.configs import plan
 
 RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decoupled_min_lr=2e-4)
@@ -49,6 +51,32 @@ def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
             consumed += size
             schedule.scale_to_batch(settled.ramp.size_at(consumed))
         assert rates == pytest.approx([1e-3 * each for each in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("policy", "factors"),
+    [("consumed", [0.25, 0.5, 0.75, 1.0]), ("retried", [0.25, 0.25, 0.25, 0.5])],
+)
+def test_a_skipped_step_moves_the_factor_with_the_batch_and_never_the_schedule(policy, factors) -> None:
+    """Two skipped steps, then one that counts: every step has the rate of its own batch."""
+    settled = plan(
+        pp_microbatches=1, grad_accum_steps=4, batch_warmup_steps=3, lr_scaling="linear", lr_reference_batch_size=4,
+        lr_decay_style="linear", lr=1e-3, min_lr=0.0, lr_decay_iters=10, train_iters=10,
+        lr_scaling_follows_rampup=True, skipped_samples=policy, nonfinite="skip",
+    )  # fmt: skip
+    groups: list[dict] = [{}]
+    schedule = build(groups, settled.config, settled.ramp)
+    transaction = Transaction(settled, schedule)
+    position, rates = [], []
+    for skipped in (True, True, False):
+        rates.append(groups[0]["lr"])
+        position.append(schedule.num_samples)
+        result = StepResult(step=1, loss=1.0, weight=1.0, grad_norm=1.0, skipped=skipped)
+        assert transaction.commit(result, groups).lr == rates[-1]
+    assert position == [0, 0, 0] and schedule.num_samples > 0
+    assert rates == pytest.approx([1e-3 * factor for factor in factors[:3]], rel=1e-12)
+    share = 1 - schedule.num_samples / settled.ramp.samples_after(10)
+    assert groups[0]["lr"] == pytest.approx(1e-3 * share * factors[3], rel=1e-12)
 
 
 @pytest.mark.parametrize(

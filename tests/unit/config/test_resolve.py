@@ -61,7 +61,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "num_layers_per_virtual_pipeline_stage",
         "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
         "pipeline_model_parallel_layout", "lr_warmup_fraction", "lr_wsd_decay_iters", "train_data_path",
-        "valid_data_path", "test_data_path", "tokenizer_model", "max_steps", "load", "tensorboard_dir",
+        "valid_data_path", "test_data_path", "tokenizer_model", "max_steps", "load", "load_step", "tensorboard_dir",
         "wandb_project", "csv_dir", "num_threads", "nproc_per_node",
         "loss_scale", "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",

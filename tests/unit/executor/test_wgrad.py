@@ -24,3 +24,15 @@ def test_an_input_is_gathered_under_the_product_before_its_own(monkeypatch):
     assert happened == [
         "gather 0", "gather 1", "wait 0", "add 0", "gather 2", "wait 1", "add 1", "wait 2", "add 2",
     ]  # fmt: skip
+
+
+def test_the_uses_of_a_weight_are_added_in_the_precision_of_its_gradient():
+    """Autograd does so in a backward that is not split."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    parts = [torch.full((2, 2), each, dtype=torch.bfloat16) for each in (1.0, 2.0**-9, 2.0**-9)]
+    owed = wgrad.WeightGrads()
+    for part in parts:
+        owed.add(weight, lambda part=part: part)  # type: ignore[misc]
+    owed.compute()
+    assert weight.grad is not None and weight.grad.tolist() == [[1 + 2.0**-8] * 2] * 2

@@ -161,7 +161,8 @@ def test_a_parameter_gets_its_sum_back_with_the_last_micro_batch():
     sums, param = MicrobatchSums(), torch.nn.Parameter(torch.zeros(7))
     sums.count, parts = 4, leaves(4)
     for flush, first in enumerate((0, 2)):
-        sums.begin_flush(first)
+        sums.begin_flush(first, first + 2)
+        assert sums.in_last_flush is bool(flush)
         for index in (1, 0):  # a W comes by its number in the flush, a backward by that in the step
             sums.begin_weight_grad(index) if flush else sums.begin_backward(0, first + index)
             param.grad = parts[first + index].clone()

@@ -26,6 +26,7 @@ RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "encoder_seq_length": "seq_length",
     "fp8": "fp8_format",
+    "ckpt_step": "load_step",
 }
 """Arguments with the meaning of a key of another name."""
 

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import io
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -313,6 +314,9 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
     try:
         with _as_on_a_gpu({"CUDA_DEVICE_MAX_CONNECTIONS": "32" if fsdp else "1", "NVTE_CPU_OFFLOAD_V1": "1"}):
             _arguments().validate_args(args, {})
+    except ZeroDivisionError:
+        zeros = [name for name in given.written if vars(args).get(name) == 0 and re.search("size|heads|stage", name)]
+        given.problems.append(f"Megatron refuses this list: {given.shown(*zeros)}: a size is at least 1.")
     except (Exception, SystemExit) as error:  # assertions, most of them; of numbers out of range, anything
         reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")

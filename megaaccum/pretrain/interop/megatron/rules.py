@@ -199,11 +199,10 @@ def _sharding(given: ParsedFlags, reading: Reading) -> None:
 def _deterministic(given: ParsedFlags, reading: Reading) -> None:
     if not given.args.deterministic_mode:
         return
-    by_deepspeed = reading.values.get("backend", "deepspeed") == "deepspeed"
-    if _spread(given) or (by_deepspeed and reading.values.get("zero_stage", 3) != 3):
+    if _spread(given):
         reading.notes.append(
-            "--deterministic-mode: with spread experts, and at ZeRO-1 and -2, sums over ranks are in the order of the"
-            " collectives, so a run repeats up to rounding."
+            "--deterministic-mode: with spread experts, sums over ranks are in the order of the collectives, so a run"
+            " repeats up to rounding."
         )
     else:
         reading.put("deterministic", True, given, "deterministic_mode")

@@ -34,7 +34,7 @@ class Run:
         """Read the run in `folder`. Raises MegaaccumError if there are no receipts, one is of a later version, or the
         journal is damaged."""
         starts, path = receipts.read_all(folder), folder / "log.jsonl"
-        return cls(folder, starts, journal.lines(path) if path.exists() else [])
+        return cls(folder, starts, list(journal.lines(path)) if path.exists() else [])
 
     @property
     def last(self) -> Record:

@@ -225,6 +225,19 @@ def test_megatrons_own_check_is_asked():
     assert told.startswith("s.sh: Megatron refuses this list: ")
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: a size is at least 1"),
+        ("--num-attention-heads 0 --eval-interval 0", "--num-attention-heads 0: a size is at least 1"),
+        ("--heterogeneous-layers-config-path nowhere.json", "No such file or directory: 'nowhere.json'"),
+    ],
+)
+def test_what_megatrons_check_stumbles_over_is_named(flags, reason):
+    told = [text for text in refusals(flags) if "Megatron refuses this list" in text]
+    assert len(told) == 1 and reason in told[0]
+
+
 def test_kernels_are_keys():
     model = whole("--bf16 --attention-backend flash --no-rope-fusion --cross-entropy-loss-fusion").config.model
     assert (model.attention_backend, model.apply_rope_fusion, model.cross_entropy_loss_fusion) == ("flash", False, True)

@@ -18,6 +18,7 @@ from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.pretrain.metrics import journal
+from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.log import RunLog, check
 from megaaccum.pretrain.metrics.services import configured_services
 from megaaccum.pretrain.metrics.speed import Speed
@@ -163,6 +164,94 @@ def test_a_fresh_start_moves_an_earlier_journal_aside(tmp_path):
     assert [r["loss"] for r in lines(tmp_path)] == [3.0]
     asides = [json.loads((tmp_path / f"log.{n}.jsonl").read_text().splitlines()[1])["loss"] for n in (1, 2)]
     assert asides == [1.0, 2.0]
+
+
+# Long runs
+
+
+def long_journal(folder: Path, steps: int) -> tuple[RunLog, Clock]:
+    """A run of `steps` steps of two seconds, with a resume after a third of them, and the goodput that it says."""
+    clock = Clock()
+    for start, end in ((0, steps // 2), (steps // 3, steps)):
+        log = opened(folder, start_step=start, clock=clock, train_iters=steps, log_interval=steps)
+        for number in range(start + 1, end + 1):
+            clock.now += 2.0
+            log.step(step(number, seconds_forward_backward=1.5, seconds_data=0.25, skipped=number % 7 == 0))
+    return log, clock
+
+
+def test_a_resume_reads_the_end_of_the_journal_and_knows_the_goodput_of_all(tmp_path, monkeypatch):
+    _, clock = long_journal(tmp_path, 6000)
+    parse, parsed = journal.parse, []
+    monkeypatch.setattr(journal, "parse", lambda line: (parsed.append(1), parse(line))[1])
+    resumed = opened(tmp_path, start_step=5500, clock=clock)
+    assert len(parsed) < 3 * 1100
+    whole = Goodput(journal.lines(tmp_path / "log.jsonl"))
+    assert len(parsed) > 8000
+    assert resumed._goodput.seconds == pytest.approx(whole.seconds)
+    assert (resumed._goodput.num_starts, whole.num_starts) == (3, 3)
+    assert whole.seconds["repeated"] == 1.75 * (1000 + 500)
+
+
+def test_totals_that_a_later_start_takes_back_are_not_begun_from(tmp_path):
+    """Totals of step 3000 count steps that the next start repeats."""
+    _, clock = long_journal(tmp_path, 6000)
+    resumed = opened(tmp_path, start_step=2500, clock=clock)
+    again = opened(tmp_path, start_step=2500, clock=clock)
+    whole = Goodput(journal.lines(tmp_path / "log.jsonl"))
+    assert again._goodput.seconds == pytest.approx(whole.seconds)
+    assert resumed._goodput.seconds["repeated"] == whole.seconds["repeated"] == 1.75 * (1000 + 3500)
+
+
+def test_a_journal_without_totals_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("megaaccum.pretrain.metrics.log.TOTALS_EVERY", 10**9)
+    monkeypatch.setattr(journal, "MOST_AT_ONCE", 100)
+    _, clock = long_journal(tmp_path, 600)
+    resumed = opened(tmp_path, start_step=600, clock=clock)
+    assert resumed._goodput.seconds == pytest.approx(Goodput(journal.lines(tmp_path / "log.jsonl")).seconds)
+
+
+def test_the_picture_of_a_long_run_has_points_enough(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megaaccum.pretrain.metrics.log.MOST_POINTS", 100)
+    drawn = []
+    monkeypatch.setattr("megaaccum.pretrain.metrics.plots.draw", lambda records, *_, **__: drawn.extend(records))
+    log, _ = long_journal(tmp_path, 900)
+    log.close()
+    steps = [each["step"] for each in drawn]
+    assert steps == sorted(set(steps)) and (steps[0], steps[-1]) == (1, 900)
+    assert len(steps) < 100 + 900 // 7
+    assert f"{900 // 7} of them skipped" in capsys.readouterr().out
+
+
+def test_a_large_journal_is_continued_in_another_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "PART_BYTES", 2000)
+    log, clock = long_journal(tmp_path, 60)
+    log._journal.close()
+    names = [path.name for path in journal.parts(tmp_path / "log.jsonl")]
+    assert len(names) >= 10 and names[:2] == ["log.jsonl.1", "log.jsonl.2"] and names[-1] == "log.jsonl"
+    assert all((tmp_path / name).stat().st_size < 2600 for name in names)
+    assert [each["step"] for each in journal.read(tmp_path / "log.jsonl")] == list(range(1, 61))
+    (tmp_path / "log.jsonl").write_bytes((tmp_path / "log.jsonl").read_bytes() + b'{"kind"')
+    opened(tmp_path, start_step=40, clock=clock).step(step(41))
+    assert [each["step"] for each in journal.read(tmp_path / "log.jsonl")] == list(range(1, 42))
+    damaged = tmp_path / "log.jsonl.2"
+    damaged.write_bytes(b"x\n" + damaged.read_bytes())
+    with pytest.raises(MegaaccumError, match=r"log\.jsonl\.2 is damaged: line 1"):
+        journal.read(tmp_path / "log.jsonl")
+    damaged.write_bytes(damaged.read_bytes()[2:])
+    opened(tmp_path)  # a fresh run
+    assert [each["step"] for each in journal.read(tmp_path / "log.1.jsonl")] == list(range(1, 42))
+    assert [path.name for path in journal.parts(tmp_path / "log.jsonl")] == ["log.jsonl"]
+
+
+def test_a_planted_journal_is_set_aside(tmp_path):
+    (precious := tmp_path / "precious").write_text("precious")
+    for start_step in (0, 3):
+        (folder := tmp_path / f"run{start_step}").mkdir()
+        (folder / "log.jsonl").symlink_to(precious)
+        opened(folder, start_step=start_step)
+        assert not (folder / "log.jsonl").is_symlink()
+    assert precious.read_text() == "precious"
 
 
 def test_a_full_disk_is_one_clear_message(tmp_path):
