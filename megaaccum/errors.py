@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -15,16 +16,38 @@ class MegaaccumError(Exception):
 
     printed_by: Literal["every rank", "one rank per host", "rank 0"] = "every rank"
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what would move its cursor, hide or reorder letters, or is no character, is escaped."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """A text from outside for a message: its beginning, and how much was cut."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} characters more)"
+
 
 class ConfigError(MegaaccumError, ValueError):
     """One or more keys of the configuration cannot be honoured.
 
-    `problems` holds one text per mistake, so that a user sees all of them at once.
+    `problems` holds one text per mistake, so that a user sees all of them at once. `shown` has those for a terminal;
+    beyond `MOST_SHOWN` it says how many more there are.
     """
+
+    MOST_SHOWN = 50
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        more = len(self.problems) - self.MOST_SHOWN
+        self.shown = [printable(shortened(problem)) for problem in self.problems[: self.MOST_SHOWN]]
+        self.shown += [f"... and {more} more."] if more > 0 else []
+        super().__init__("\n".join(self.shown))
 
 
 class DataError(MegaaccumError):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import open_regular, replace_text, set_aside, sync
+from megaaccum.texts import parse_json
 from megaaccum.units import amount
 
 FORMAT = 2
@@ -130,7 +131,7 @@ def read_progress(current: Path) -> Progress:
     path = current / "state.json"
     try:
         with open_regular(path) as file:
-            state = json.loads(file.read(_MOST_BYTES))
+            state = parse_json(file.read(_MOST_BYTES))
         seal = state.pop("sha256", "")
         if seal != _seal(state) and (seal or state["format"] == FORMAT):
             raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")

@@ -14,7 +14,7 @@ from megaaccum.pretrain.interop.launch_script import recorded
 from megaaccum.pretrain.interop.load import read
 
 RECORD = "--record"
-WITHOUT_JAIL = "--record-without-jail"
+TRUST = "--trust-script"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def read_source(argv: Sequence[str]) -> Source:
     """The source that `argv` names. CONFIG comes first, so that values of overrides cannot be taken for it, or after
     --config. Raises ConfigError for --record without a command."""
     words, command = _split_command(argv)
-    asked = [word for word in (RECORD, WITHOUT_JAIL) if word in words]
+    asked = [word for word in (RECORD, TRUST) if word in words]
     if not asked:
         words, command = list(argv), []
     elif not command:
@@ -87,7 +87,7 @@ def read_source(argv: Sequence[str]) -> Source:
     words, path = pop_option([word for word in words if word not in asked], "--config")
     if path is None and words and not words[0].startswith("-"):
         path, words = words[0], words[1:]
-    return Source(path, words, command, WITHOUT_JAIL not in asked)
+    return Source(path, words, command, TRUST not in asked)
 
 
 def pop_option(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:

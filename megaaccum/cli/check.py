@@ -18,7 +18,7 @@ from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.config.stage_layout import layers_of_stages
-from megaaccum.errors import ConfigError, DataError
+from megaaccum.errors import ConfigError, DataError, printable
 from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
 from megaaccum.pretrain.data.sources import vocab_size
@@ -39,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     name = " ".join(source.command) or source.path or "the command line"
     try:
         with source.load() as loaded:
-            print(describe(loaded, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json))
+            text = describe(loaded, world_size=args.world_size, hostfile=args.hostfile, with_json=args.json)
+            print(printable(text))
     except ConfigError as error:
         many = f"{len(error.problems)} errors" if len(error.problems) > 1 else "1 error"
-        print(f"{many} in {name}:", file=sys.stderr)
-        for problem in error.problems:
+        print(f"{many} in {printable(name)}:", file=sys.stderr)
+        for problem in error.shown:
             print(f"  - {problem}", file=sys.stderr)
         return 2
     return 0

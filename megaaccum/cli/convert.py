@@ -11,7 +11,7 @@ import yaml
 from megaaccum.cli.arguments import read_source
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner.layout_config import as_sections
 
 USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
@@ -39,5 +39,7 @@ def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:
     sections = as_sections(config)
     known = {key: sections[key] for key in (*SECTIONS, "deepspeed") if key in sections}
     comments = [f"Converted from {name}{'' if ranks is None else f', which starts {ranks} ranks'}.", *config.notes]
-    text = "".join(textwrap.fill(note, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments)
+    text = "".join(
+        textwrap.fill(printable(note), 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments
+    )
     return text + yaml.safe_dump(known, sort_keys=False, default_flow_style=None, width=118)

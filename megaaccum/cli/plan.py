@@ -12,7 +12,7 @@ from typing import Any
 
 from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
 from megaaccum.config import precision
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.cut import cut_of
@@ -141,7 +141,7 @@ def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, s
     wide = Console(width=None if sys.stdout.isatty() else 200)
     wide.print(report.table(ranked, args.top, title=title))
     print("--explain ROW writes the arithmetic out; --write F --row N makes a configuration of a row.")
-    print(f"Figures of {hardware.name}: {hardware.source}")
+    print(printable(f"Figures of {hardware.name}: {hardware.source}"))
 
 
 class _Bar:

@@ -22,8 +22,13 @@ def main(argv: Sequence[str]) -> int:
     from megaaccum.pretrain.metrics.report import page
     from megaaccum.pretrain.metrics.report.run import Run
 
-    runs = [Run.read(folder) for folder in filter(None, (args.run, args.other))]
-    text = page.render_run(runs[0]) if len(runs) == 1 else page.render_comparison(*runs)
+    try:
+        runs = [Run.read(folder) for folder in filter(None, (args.run, args.other))]
+        text = page.render_run(runs[0]) if len(runs) == 1 else page.render_comparison(*runs)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise MegaaccumError(
+            f"the receipts or log.jsonl of {args.run} hold what no run writes ({type(error).__name__}: {error})"
+        ) from error
     output = args.output or args.run / ("report.html" if len(runs) == 1 else f"report_with_{args.other.name}.html")
     try:
         replace_text(output, text)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaaccum.errors import ScheduleError
+from megaaccum.errors import ScheduleError, printable
 from megaaccum.executor.timeline import write_trace
 from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if args.timeline:
         width = args.width or shutil.get_terminal_size((120, 40)).columns
         print(text(row.schedule, row.simulation, width=width), end="\n\n")
-    print("\n".join([comparison(rows, barrier=args.barrier), *said, *refused]))
+    print(printable("\n".join([comparison(rows, barrier=args.barrier), *said, *refused])))
     _write(row, rows, args)
     return 0
 

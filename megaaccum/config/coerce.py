@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
 import types
 import typing
 from typing import Literal
+
+from megaaccum.errors import printable
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -115,15 +118,22 @@ def _repeated(items: list[int], times: int) -> list[int]:
     return items * times
 
 
+_LARGEST_INT = 2**53
+"""Up to here every whole number is a float as well."""
+
+
 def _to_int(value: object) -> int:
     number = _number(value, "a whole number")
-    if number != int(number):
+    if number != int(number) or abs(number) > _LARGEST_INT:
         raise NotOfType("a whole number")
     return int(number)
 
 
 def _to_float(value: object) -> float:
-    return float(_number(value, "a number"))
+    number = _number(value, "a number")
+    if abs(number) > sys.float_info.max:
+        raise NotOfType("a number")
+    return float(number)
 
 
 def _number(value: object, expected: str) -> int | float:
@@ -151,11 +161,11 @@ def _to_bool(value: object) -> bool:
 
 
 def _to_str(value: object) -> str:
-    if isinstance(value, str):
+    if isinstance(value, str) and value == printable(value):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise NotOfType("text")
+    raise NotOfType("text" if not isinstance(value, str) else "text without control characters")
 
 
 _SCALARS = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str}

@@ -10,7 +10,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_text, read_yaml
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, shortened
 
 UNREADABLE = "unreadable"
 """The origin of a key whose value could not be read, so that it is not reported as missing too."""
@@ -57,7 +57,9 @@ def assemble(sources: Sequence[Source]) -> tuple[Config, list[str]]:
     problems: list[str] = []
     for source in sources:
         problems += source.problems
-        problems += [unknown.problem() for unknown in source.unknown]
+        problems += [unknown.problem() for unknown in source.unknown[: ConfigError.MOST_SHOWN]]
+        if (more := len(source.unknown) - ConfigError.MOST_SHOWN) > 0:
+            problems.append(f"{source.name}: {more} unknown keys more.")
         config.notes += source.notes
         if source.name == COMMAND_LINE:
             _set_aside_rivals(config, source)
@@ -73,7 +75,7 @@ def _apply(config: Config, source: Source) -> list[str]:
             typed = coerce(value, key.annotation)
         except NotOfType as error:
             config.origin[name] = UNREADABLE
-            problems.append(f"{source.places[name]}: {name} must be {error}, not {value!r}.")
+            problems.append(f"{source.places[name]}: {name} must be {error}, not {shortened(repr(value), 80)}.")
         else:
             setattr(getattr(config, key.section), name, typed)
             config.origin[name] = source.name

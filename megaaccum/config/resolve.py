@@ -20,6 +20,8 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule.build import build, entry, interleaved_problems, set_shared_table
 
+MOST_PASSES = 1_000_000
+"""Limit on the micro-batches of a flush times the pipeline ranks, for which a schedule's table is built."""
 PLANNER = "the planner"
 """Origin of a key that the planner has chosen."""
 
@@ -119,6 +121,11 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
     pp = parallel.pipeline_model_parallel_size
     if pp == 1:
         return []
+    if pp * m > MOST_PASSES:
+        return [
+            f"{m:,} micro-batches in a flush over {pp} pipeline ranks: a schedule has at most {MOST_PASSES:,} passes;"
+            " set grad_accum_steps or pp_microbatches lower, or micro_batch_size higher."
+        ]
     if parallel.schedule == "interleaved":
         group = parallel.microbatch_group_size_per_vp_stage
         assert group is not None, "derive fills the group size of an interleaved schedule"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from megaaccum import texts
 from megaaccum.config.keys import ALIASES, SECTIONS, all_keys, canonical
 from megaaccum.errors import ConfigError, did_you_mean
 
@@ -112,8 +113,8 @@ class Source:
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a configuration file. Raises ConfigError if it cannot be opened."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return texts.read_text(path, most=2 << 20)
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot read the configuration file {path}: {reason}.") from None
 
@@ -123,23 +124,69 @@ def is_yaml(text: str, path: str | os.PathLike[str]) -> bool:
     if Path(path).suffix.lower() in (".yaml", ".yml", ".json"):
         return True
     try:
-        return isinstance(yaml.compose(text), yaml.MappingNode)
-    except yaml.YAMLError:
+        return isinstance(compose(text, "")[1], yaml.MappingNode)
+    except ConfigError:
         return False
+
+
+MOST_VALUES = 200_000
+"""Limit on the values of a YAML text; one with aliases counts each time."""
+
+
+def compose(text: str, name: str) -> tuple[yaml.SafeLoader, yaml.Node | None]:
+    """A YAML (or JSON) text's root, and the loader that makes values of nodes; `name` is the file's. Raises ConfigError
+    with file and line if it is not YAML, or is nested too deeply, or grows too large by its aliases."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is not None and _num_values(root, {}) > MOST_VALUES:
+            raise ConfigError(f"{name}:1: more than {MOST_VALUES} values, with those that aliases repeat.")
+    except yaml.YAMLError as error:
+        raise ConfigError(_not_yaml(name, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{name}:{_deep_line(text)}: not valid here: nested too deeply.") from None
+    return loader, root
+
+
+def _not_yaml(name: str, error: yaml.YAMLError) -> str:
+    mark, text = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    return f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {' '.join(text.split())}."
+
+
+_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Nodes of the tree under `node`, without aliases; MOST_VALUES and more if it contains itself."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        below = [each for pair in pairs for each in pair] or (node.value if isinstance(node.value, list) else [])
+        known[id(node)] = 1 + sum(_num_values(each, known) for each in below)
+    return known[id(node)]
+
+
+def _deep_line(text: str) -> int:
+    """The line at which a YAML text is deeper than any configuration."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > 100:
+            return event.start_mark.line + 1 if event.start_mark else 1
+    return 1
 
 
 def read_yaml(text: str, name: str) -> Source:
     """The keys of a YAML (or JSON) text; `name` is the file's, for error texts."""
     source = Source(name)
-    loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
+        loader, root = compose(text, name)
         if root is not None:
             _read_root(loader, root, source)
-    except yaml.YAMLError as error:
-        source.problems.append(f"{name}: not valid YAML: {' '.join(str(error).split())}")
-    finally:
-        loader.dispose()
+    except ConfigError as error:
+        source.problems += error.problems
+    except yaml.YAMLError as error:  # a merge key without a mapping
+        source.problems.append(_not_yaml(name, error))
     return source
 
 
@@ -153,7 +200,7 @@ def _read_root(loader: yaml.SafeLoader, root: yaml.Node, source: Source) -> None
         elif name in SECTIONS and value_node.tag == "tag:yaml.org,2002:null":
             continue
         else:
-            source.put(name, _value(loader, value_node, source), place)
+            _put_value(loader, name, value_node, place, source)
 
 
 def _read_section(loader: yaml.SafeLoader, section: str, node: yaml.MappingNode, source: Source) -> None:
@@ -163,12 +210,32 @@ def _read_section(loader: yaml.SafeLoader, section: str, node: yaml.MappingNode,
         if home != section:
             source.problems.append(f"{place}: {name} belongs to section {home}, not {section}.")
             continue
-        source.put(name, _value(loader, value_node, source), place, section)
+        _put_value(loader, name, value_node, place, source, section)
 
 
-def _value(loader: yaml.SafeLoader, node: yaml.Node, source: Source) -> object:
-    _check_repeats(loader, node, source)
-    return loader.construct_object(node, deep=True)
+def _put_value(
+    loader: yaml.SafeLoader, name: str, node: yaml.Node, place: str, source: Source, section: str | None = None
+) -> None:
+    try:
+        _check_repeats(loader, node, source)
+        source.put(name, construct(loader, node, place), place, section)
+    except ConfigError as error:
+        source.problems += error.problems
+
+
+def construct(loader: yaml.SafeLoader, node: yaml.Node, place: str) -> object:
+    """The value of a node. Raises ConfigError if it has none."""
+    try:
+        return loader.construct_object(node, deep=True)
+    except Exception as error:  # constructors raise anything: of a date, a tag, a number of 5,000 digits
+        reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "problem", None) or error
+        raise ConfigError(f"{place}: the value cannot be read: {' '.join(str(reason).split())}.") from None
+
+
+def parse_yaml(text: str, name: str) -> object:
+    """The content of a YAML text. Raises ConfigError."""
+    loader, root = compose(text, name)
+    return None if root is None else construct(loader, root, f"{name}:1")
 
 
 def _check_repeats(loader: yaml.SafeLoader, node: yaml.Node, source: Source) -> None:
@@ -182,8 +249,10 @@ def _pairs(loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source) -> I
     loader.flatten_mapping(node)
     seen: dict[str, str] = {}
     for key_node, value_node in node.value:
-        name = str(key_node.value)
         place = f"{source.name}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{place}: a key is a name, not a list or a mapping.")
+        name = str(key_node.value)
         if name in seen:
             source.problems.append(f"{place}: {name} was already given at {seen[name]}; give it once.")
             continue

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
+
+from megaaccum.texts import regular_file
 
 
 def sync(path: Path) -> None:
@@ -27,11 +27,7 @@ def open_new(path: Path) -> BinaryIO:
 
 def open_regular(path: Path) -> BinaryIO:
     """The file at `path`, to be read. Raises OSError also if it is a pipe or a device, on which a reader would wait."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return open(path, "rb", opener=regular_file)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Action, Item, Pair, Placement, Schedule, make_schedule, parse
+from megaaccum.texts import read_text
 
 _NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 """Entries of torch's lowered tables beside passes; our ranks derive those."""
@@ -40,9 +41,10 @@ def read_csv(path: str | Path) -> Schedule:
     Raises ScheduleError if the file cannot be read as a table of actions, naming row and cell.
     """
     try:
-        return parse_csv(path, Path(path).read_text())
-    except OSError as error:
-        raise ScheduleError(f"schedule {path}: the file cannot be read: {error.strerror or error}") from error
+        return parse_csv(path, read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"schedule {path}: the file cannot be read: {reason}") from error
 
 
 def parse_csv(path: str | Path, text: str) -> Schedule:

@@ -15,9 +15,9 @@ import megaaccum
 ROOT = Path(megaaccum.__file__).parent
 
 FOLDERS = (
-    "units errors schedule config platform upstream distributed model observe optim executor sharding checkpoint step"
-    " engine loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.weights pretrain.training"
-    " lab.search lab.planner lab.verification lab cli train"
+    "units errors texts schedule config platform upstream distributed model observe optim executor sharding checkpoint"
+    " step engine loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.weights"
+    " pretrain.training lab.search lab.planner lab.verification lab cli train"
 ).split()
 """From the lowest: a folder imports those before it. docs/concepts/design.md has the reasons."""
 

@@ -80,7 +80,7 @@ class BatchConfig:
     """Pipeline micro-batches that one device batch is cut into (also num_chunks)."""
     grad_accum_steps: Annotated[int | None, Facts(at_least=1, planned=True)] = None
     """Device batches per optimizer step (ga)."""
-    batch_warmup_steps: Annotated[int, Facts(at_least=0)] = 0
+    batch_warmup_steps: Annotated[int, Facts(at_least=0, at_most=1e6)] = 0
     """Optimizer steps over which grad_accum_steps grows to its value from an eighth of it; 0 is off."""
     rampup_batch_size: list[int] | None = None
     """START INCREMENT SAMPLES: the global batch grows from START sequences by INCREMENT, in equal spans of samples, to

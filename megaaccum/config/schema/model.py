@@ -12,15 +12,15 @@ from megaaccum.config.facts import Facts
 class ModelConfig:
     """The GPT that is trained (megatron.core.models.gpt.GPTModel)."""
 
-    num_layers: Annotated[int, Facts(required=True, at_least=1, core=True, fixed=True)] = 0
+    num_layers: Annotated[int, Facts(required=True, at_least=1, at_most=10_000, core=True, fixed=True)] = 0
     """Transformer layers of the whole model. Required."""
-    hidden_size: Annotated[int, Facts(required=True, at_least=1, core=True, fixed=True)] = 0
+    hidden_size: Annotated[int, Facts(required=True, at_least=1, at_most=1e6, core=True, fixed=True)] = 0
     """Width of the residual stream. Required."""
     num_attention_heads: Annotated[int, Facts(required=True, at_least=1, core=True, fixed=True)] = 0
     """Query heads of the whole model. Required."""
     seq_length: Annotated[int, Facts(required=True, at_least=1)] = 0
     """Tokens per sequence. Required."""
-    ffn_hidden_size: Annotated[int | None, Facts(at_least=1, core=True, fixed=True)] = None
+    ffn_hidden_size: Annotated[int | None, Facts(at_least=1, at_most=1e7, core=True, fixed=True)] = None
     """Width of the MLP; default 4 * hidden_size, with swiglu 2/3 of that rounded down to a multiple of 64,
     but at least 64."""
     num_query_groups: Annotated[int | None, Facts(at_least=1, core=True, fixed=True)] = None
@@ -79,11 +79,11 @@ class ModelConfig:
     """Layers per recomputed unit (uniform) or recomputed layers per chunk (block). Default 1 with full recompute."""
     recompute_modules: Annotated[list[str] | None, Facts(needs="recompute_granularity", core=True)] = None
     """With selective recompute: the modules; default Megatron's (core_attn)."""
-    num_experts: Annotated[int | None, Facts(at_least=1, core="num_moe_experts", fixed=True)] = None
+    num_experts: Annotated[int | None, Facts(at_least=1, at_most=1e5, core="num_moe_experts", fixed=True)] = None
     """Routed experts per MoE layer; None is a dense model."""
     moe_layer_freq: Annotated[int | list[int], Facts(needs="num_experts", core=True)] = 1
     """An MoE layer every n layers, or a 0/1 list with one entry per layer."""
-    moe_ffn_hidden_size: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True)] = None
+    moe_ffn_hidden_size: Annotated[int | None, Facts(at_least=1, at_most=1e7, needs="num_experts", core=True)] = None
     """Width of one expert; default ffn_hidden_size."""
     moe_shared_expert_intermediate_size: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True)] = None
     """Total width of the shared experts; None for none."""
@@ -125,7 +125,7 @@ class ModelConfig:
     """Rotated channels of a query/key head (MLA)."""
     v_head_dim: Annotated[int, Facts(at_least=1, needs="multi_latent_attention", core=True)] = 128
     """Channels of a value head (MLA)."""
-    mtp_num_layers: Annotated[int | None, Facts(at_least=1, core=True)] = None
+    mtp_num_layers: Annotated[int | None, Facts(at_least=1, at_most=1000, core=True)] = None
     """Multi-token-prediction layers; None for none."""
     mtp_loss_scaling_factor: Annotated[float, Facts(at_least=0, core=True)] = 0.1
     """Weight of the multi-token-prediction loss."""

@@ -23,7 +23,7 @@ class ShardingConfig:
     (memory_gib); without a limit resident."""
     max_live_parameters: Annotated[int, Facts(at_least=0)] = 0
     """With sync streaming: parameters (elements per rank) that may stay gathered through a flush."""
-    memory_gib: Annotated[float | None, Facts(above=0)] = None
+    memory_gib: Annotated[float | None, Facts(above=0, at_most=1e6)] = None
     """Memory (GiB) of a rank's device for the predicted peak of a step: sync auto chooses by it, and a step that does
     not fit is refused at the start. Default: the free memory of the GPU; no limit on a CPU."""
     data_parallel_replicas: Annotated[int, Facts(at_least=1)] = 1

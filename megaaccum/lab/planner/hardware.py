@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 
+from megaaccum.config.source import parse_yaml
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.comm import Links
 from megaaccum.lab.planner.compute import Device, Efficiency
 from megaaccum.lab.planner.memory import Usage
+from megaaccum.texts import read_text
 from megaaccum.units import GIB
 
 
@@ -113,12 +115,11 @@ def _packaged() -> dict[str, dict[str, Any]]:
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        with open(path, encoding="utf-8") as file:
-            entries = yaml.safe_load(file)
+        entries = parse_yaml(read_text(path), path)
     except OSError as error:
         raise ConfigError(f"cannot read the hardware file {path}: {error.strerror}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the hardware file {path} is not YAML: {error}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the hardware file {path} is not UTF-8: {error}.") from None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"the hardware file {path} must map names to entries, as `megaaccum calibrate` writes it.")
     return {str(name).lower().replace("-", "_"): entry for name, entry in entries.items()}

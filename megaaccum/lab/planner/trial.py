@@ -37,6 +37,7 @@ from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.metrics import journal, receipts
 from megaaccum.pretrain.metrics.journal import Record
+from megaaccum.texts import parse_json, read_text
 
 STEPS = 4
 """Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
@@ -158,7 +159,7 @@ class Results:
         if not path.exists():
             return
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(read_text(path))
             theirs = content["identity"]
             self.outcomes = {name: Outcome(**each) for name, each in content["outcomes"].items()}
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -27,6 +27,7 @@ from typing import Any
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.simulate import Costs
+from megaaccum.texts import parse_json, read_text
 
 EMBEDDING, DENSE, EXPERTS, PREDICTION, HEAD = "E", "T", "X", "P", "L"
 """Kinds of layers: the embedding, first; with an MLP; with experts; multi-token prediction; final norm, head and loss,
@@ -113,8 +114,8 @@ def _problems(profile: Profile) -> Iterator[str]:
     for kind, cost in profile.kinds.items():
         for name in _SECONDS + _BYTES:
             value = getattr(cost, name)
-            if not math.isfinite(value) or value < 0:
-                yield f"profile: {name} of kind {kind} is {value}: give a finite number that is not negative"
+            if not 0 <= value <= 1e15:
+                yield f"profile: {name} of kind {kind} is {value}: give a number from 0 to 1e15"
         if not cost.seconds > 0:
             yield f"profile: kind {kind} takes no time at all: give forward, input_grad or weight_grad above 0"
 
@@ -139,7 +140,7 @@ def even_cut(profile: Profile, num_stages: int) -> Cut:
 def read_profile(path: str | Path) -> Profile:
     """The profile in a JSON file. Raises ScheduleError, with the file, if it is none."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(read_text(path))
     except OSError as error:
         raise ScheduleError(f"profile {path}: the file cannot be read: {error.strerror or error}") from error
     except ValueError as error:

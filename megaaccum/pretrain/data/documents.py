@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.files import disk_errors
+from megaaccum.texts import regular_file
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -41,7 +42,7 @@ class Source:
         """
         total = 0
         for path in self.files:
-            with disk_errors("cannot read", path), open(path, "rb"):
+            with disk_errors("cannot read", path), open(path, "rb", opener=regular_file):
                 total += path.stat().st_size
         return total
 

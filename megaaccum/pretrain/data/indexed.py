@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaaccum.errors import DataError
-from megaaccum.pretrain.data.files import with_suffix
+from megaaccum.pretrain.data.files import disk_errors, with_suffix
+from megaaccum.texts import regular_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -88,7 +89,7 @@ def open_pair(prefix: str | Path) -> IndexedPair:
     prefix = Path(prefix)
     idx_bytes, bin_bytes = (_size(prefix, suffix) for suffix in (".idx", ".bin"))
     path = with_suffix(prefix, ".idx")
-    with open(path, "rb") as stream:
+    with disk_errors("cannot read dataset", path), open(path, "rb", opener=regular_file) as stream:
         head = stream.read(_HEADER.size)
     dtype, sequences, bounds = _read_header(path, head, idx_bytes)
     pair = IndexedPair(

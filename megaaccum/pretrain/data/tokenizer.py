@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.files import disk_errors, with_suffix
+from megaaccum.texts import read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,7 +53,7 @@ def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
     path = tokenizer_file(path)
     try:
         with disk_errors("cannot read tokenizer", path):
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, most=256 << 20)
         tokenizer = Tokenizer.from_str(text)
     except DataError:
         raise

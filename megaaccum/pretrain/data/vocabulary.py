@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from pathlib import Path
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data import tokenizer
 from megaaccum.pretrain.data.tokenizer import END_OF_DOCUMENT, Vocabulary
+from megaaccum.texts import parse_json, read_text
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
 def null_vocabulary(size: int | None) -> Vocabulary:
     """Megatron's NullTokenizer: `size` ids, and one more that ends a document."""
-    assert size is not None, "a rule asks for vocab_size"
+    if size is None:
+        raise DataError("tokenizer_type NullTokenizer needs vocab_size, the number of tokens")
     return Vocabulary(size=size, eod=size - 1, digest=f"null {size}")
 
 
@@ -43,9 +44,9 @@ def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
 
 def _read_gpt2(path: Path) -> Vocabulary:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = parse_json(read_text(path))
         return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=_digest(path))
-    except (ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"vocab_file {path} is not GPT-2's vocab.json, a JSON object of tokens and ids: {error}"
         ) from error
@@ -74,11 +75,11 @@ TIKTOKEN_SIZE, TIKTOKEN_EOD = 131072, 2
 
 def _read_tiktoken(path: Path) -> Vocabulary:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(read_text(path))
         for entry in entries[:1]:
             base64.b64decode(entry["token_bytes"], validate=True)
         return Vocabulary(size=TIKTOKEN_SIZE, eod=TIKTOKEN_EOD, digest=_digest(path))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"tokenizer {path} is no tiktoken vocabulary in JSON (rank, token_bytes): {error}") from error
 
 

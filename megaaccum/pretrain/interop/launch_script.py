@@ -1,26 +1,20 @@
 """Recording a training script: it runs in a jail with recorders in place of launchers, and the command that it would
-have started is read.
-
-The jail is a user, mount, network and process namespace (util-linux `unshare`): the system is read-only, the script's
-project is under an overlay that takes its writes, everything else is in a root folder of its own; there is no network
-and no input, and the script ends after ten seconds.
-"""
+have started is read."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import signal
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaaccum.errors import ConfigError
+from megaaccum.pretrain.interop import jail as jails
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +31,20 @@ class Launch:
     """Folder in which it is launched."""
     world_size: int | None = None
     """Ranks, where the launcher says how many."""
-    written: tuple[tuple[Path, Path], ...] = ()
-    """Folders of a recorded script's files: (folder as the script saw it, folder that holds what it wrote there)."""
+    left: Path | None = None
+    """The root folder of the files that a script left in its jail."""
 
     def path(self, name: str) -> Path:
         """The path of a file that the flags name: the one that the script wrote if there is one."""
         path = self.folder / name
-        for seen, holds in self.written:
-            if path.is_relative_to(seen) and (holds / path.relative_to(seen)).exists():
-                return holds / path.relative_to(seen)
+        if self.left is not None:
+            written = self.left / os.path.relpath(os.path.normpath(path), "/")
+            return written if written.exists() else path
         return path
 
 
-SECONDS = 10
-"""The time limit of a script; one that starts training takes less."""
+MOST_RECORDS, LONGEST_RECORD = 1_000, 1 << 20
+"""Limits on what is read of a script's commands."""
 
 LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate", "msrun")
 """Commands whose words are recorded."""
@@ -75,7 +69,7 @@ case "$1" in -c|-V|--version|-) if [ -x /usr/bin/python3 ]; then
     grep -q ModuleNotFoundError "$errors" && exit 0  # a module that training has, such as torch
     exit $status
 fi ;; esac
-out=$(mktemp "$MEGAACCUM_RECORD/$(date +%s%N).XXXXXX")
+out=$(mktemp "{records}/$(date +%s%N).XXXXXX")
 { printf '%s\\0' "$PWD" "${0##*/}" "$@"; } > "$out"
 """
 
@@ -104,36 +98,6 @@ done
 case "${0##*/}" in sbatch|srun) exec bash -s ;; esac
 """
 
-_JAIL = r"""
-set -e
-for each in /usr /etc /opt; do
-    [ -d $each ] || continue
-    mkdir -p "$ROOT$each"
-    mount --bind $each "$ROOT$each"
-    mount -o remount,bind,ro,nosuid "$ROOT$each"
-done
-for each in /bin /sbin /lib /lib32 /lib64; do
-    if [ -L $each ]; then ln -s "$(readlink $each)" "$ROOT$each"
-    elif [ -d $each ]; then
-        mkdir "$ROOT$each"
-        mount --bind $each "$ROOT$each"
-        mount -o remount,bind,ro "$ROOT$each"
-    fi
-done
-mkdir -p "$ROOT/proc" "$ROOT/dev" "$ROOT/tmp" "$ROOT$TOP" "$ROOT$FOLDER"
-mount -t overlay overlay -o "lowerdir=$TOP,upperdir=$WRITTEN,workdir=$WORK" "$ROOT$TOP"
-mount -t proc proc "$ROOT/proc"
-for each in null zero full random urandom; do : > "$ROOT/dev/$each"; mount --bind /dev/$each "$ROOT/dev/$each"; done
-ln -s /proc/self/fd "$ROOT/dev/fd"
-ulimit -f 131072
-ulimit -v 4194304
-exec chroot "$ROOT" /bin/sh -c 'cd "$1" && shift && exec "$@"' sh "$FOLDER" "$@"
-"""
-
-
-_Places = tuple[tuple[Path, Path], ...]
-"""The type of Launch.written."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Record:
@@ -150,28 +114,16 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
     on PATH. Raises ConfigError if the script does not end in ten seconds, starts no training or more than one, or no
     jail can be made."""
     script = _script_of(command)
-    top = _top(script)
     with tempfile.TemporaryDirectory(prefix="megaaccum-record-") as scratch:
-        root, written, work = (Path(scratch, name) for name in ("root", "written", "work"))
-        written.mkdir()
-        work.mkdir()
-        records = root / "megaaccum-record"
+        left, tools = Path(scratch, "left"), Path(scratch, "tools")
+        records = left / jails.RECORDS.relative_to("/")
         records.mkdir(parents=True)
-        tools = root / "megaaccum-tools"
-        _write_recorders(tools)
+        _write_recorders(tools, jails.RECORDS if jail else records)
         if jail:
-            places = {"ROOT": str(root), "TOP": str(top), "WRITTEN": str(written), "WORK": str(work)}
-            output = _run(
-                _in_jail(["/bin/sh", "-c", _PREPARED, "sh", *command]),
-                places,
-                tools="/megaaccum-tools",
-                records="/megaaccum-record",
-            )
-            shown: _Places = ((top, written), (Path("/"), root))
+            output = jails.run(["/bin/sh", "-c", _PREPARED, "sh", *command], _top(script), tools, left)
         else:
-            output = _run(list(command), {}, tools=str(tools), records=str(records))
-            shown = ()
-        yield _the_launch(_read_records(records), script, shown, output)
+            output = jails.run_trusted(command, tools)
+        yield _the_launch(_read_records(records), script, left if jail else None, output)
 
 
 def _script_of(command: Sequence[str]) -> Path:
@@ -187,9 +139,10 @@ def _script_of(command: Sequence[str]) -> Path:
     return found
 
 
-def _write_recorders(folder: Path) -> None:
+def _write_recorders(folder: Path, records: Path) -> None:
     folder.mkdir()
-    scripts = dict.fromkeys(LAUNCHERS, _RECORDER) | dict.fromkeys(WRAPPERS, _WRAPPER)
+    recorder = _RECORDER.replace("{records}", str(records))
+    scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, _WRAPPER)
     scripts |= dict.fromkeys(SILENT, "#!/bin/sh\n")
     for name, text in scripts.items():
         path = folder / name
@@ -198,56 +151,20 @@ def _write_recorders(folder: Path) -> None:
 
 
 def _top(script: Path) -> Path:
-    """The project of the script: its nearest parent folder with .git, or its own folder."""
-    top = next((each for each in script.parents if (each / ".git").exists()), script.parent)
-    return script.parent if top == Path(top.anchor) else top
-
-
-def _in_jail(command: Sequence[str]) -> list[str]:
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        raise ConfigError(_NO_JAIL.format(reason="there is no `unshare` (util-linux)"))
-    words = [unshare, "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
-    probe = subprocess.run([*words, "true"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        raise ConfigError(_NO_JAIL.format(reason=probe.stderr.strip() or "unshare failed"))
-    return [*words, "/bin/sh", "-c", _JAIL, "sh", *command]
-
-
-_NO_JAIL = (
-    "--record runs the script in namespaces of its own, but this machine provides none: {reason}. Pass"
-    " --record-without-jail to run it as it is, with recorders in place of the launchers: all else in it takes effect."
-)
-
-
-def _run(words: list[str], places: dict[str, str], *, tools: str, records: str) -> str:
-    """Run the script without input. Returns the end of its output."""
-    path = f"{tools}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    environment = os.environ | {"PATH": path, "MEGAACCUM_RECORD": records, "FOLDER": os.getcwd()} | places
-    environment.pop("BASH_ENV", None)
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
-        )
-        try:
-            process.wait(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"--record: the script did not end in {SECONDS} seconds: it waits or loops where no cluster is."
-            ) from None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
-        return output.read().decode(errors="replace").strip()
+    """The project of the script: its nearest parent folder with .git that does not hold the home folder, or its own."""
+    return next(
+        (each for each in script.parents if (each / ".git").exists() and not jails.is_home(each)), script.parent
+    )
 
 
 def _read_records(folder: Path) -> list[_Record]:
+    """Read the records that a script may have forged: regular files alone, not through links."""
     found = []
-    for path in sorted(folder.iterdir()):
-        cwd, *words = path.read_text(encoding="utf-8", errors="replace").rstrip("\0").split("\0")
-        found.append(_Record(cwd, words))
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:MOST_RECORDS]:
+        if entry.is_file(follow_symlinks=False):
+            with open(entry.path, encoding="utf-8", errors="replace") as file:
+                cwd, *words = file.read(LONGEST_RECORD).rstrip("\0").split("\0")
+            found.append(_Record(cwd, words))
     return found
 
 
@@ -257,11 +174,11 @@ _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-c
 """Flags any of which identifies a command as training, whatever the program's name."""
 
 
-def _the_launch(records: list[_Record], script: Path, shown: _Places, output: str) -> Launch:
+def _the_launch(records: list[_Record], script: Path, left: Path | None, output: str) -> Launch:
     launches = [record for record in records if _OF_TRAINING & set(map(_flag, record.words))]
     distinct = {tuple(record.words): record for record in launches}
     if len(distinct) == 1:
-        return _as_launch(next(iter(distinct.values())), script, shown)
+        return _as_launch(next(iter(distinct.values())), script, left)
     if distinct:
         programs = "; ".join(" ".join(record.words[:8]) + " ..." for record in distinct.values())
         raise ConfigError(
@@ -270,7 +187,7 @@ def _the_launch(records: list[_Record], script: Path, shown: _Places, output: st
     others = f" It started {', '.join(sorted({' '.join(r.words[:3]) for r in records}))}." if records else ""
     last = f" It ended with: {output.splitlines()[-1]}" if output else ""
     hidden = f" It sees the system's programs and {_top(script)}: data elsewhere and the home folder are hidden."
-    told = f"{others}{last}{hidden if shown else ''}"
+    told = f"{others}{last}{hidden if left else ''}"
     raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{told}")
 
 
@@ -279,13 +196,13 @@ def _flag(word: str) -> str:
     return word.split("=")[0].replace("_", "-")
 
 
-def _as_launch(record: _Record, script: Path, shown: _Places) -> Launch:
+def _as_launch(record: _Record, script: Path, left: Path | None) -> Launch:
     """The launch of a recorded command: the program is the first word that ends in .py."""
     words = record.words
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         raise ConfigError(f"--record: {' '.join(words[:8])} ... names no Python program.")
-    return Launch(words[at], words[at + 1 :], script.name, Path(record.folder), world_size(words[:at]), shown)
+    return Launch(words[at], words[at + 1 :], script.name, Path(record.folder), world_size(words[:at]), left)
 
 
 def world_size(words: Sequence[str]) -> int | None:
@@ -293,7 +210,7 @@ def world_size(words: Sequence[str]) -> int | None:
     text = " ".join(words).replace("=", " ")
 
     def number(*names: str) -> int | None:
-        match = re.search(rf"--?(?:{'|'.join(names)}) (\d+)(?: |$)", text)
+        match = re.search(rf"--?(?:{'|'.join(names)}) (\d{{1,6}})(?: |$)", text)
         return int(match[1]) if match else None
 
     if total := number("worker_num"):  # msrun

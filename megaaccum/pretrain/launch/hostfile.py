@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from megaaccum.errors import ConfigError
+from megaaccum.texts import read_text
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LINE = re.compile(r"([A-Za-z0-9_][\w.:-]*)\s+slots=(\d{1,9})", re.ASCII)
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
@@ -18,9 +18,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
         ConfigError: the file cannot be read, names no host, or has lines that are wrong; every such line is named.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the hostfile {path}: {error.strerror}.") from None
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the hostfile {path}: {getattr(error, 'strerror', None) or error}.") from None
     slots: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):

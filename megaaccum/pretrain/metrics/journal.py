@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import open_regular, set_aside
+from megaaccum.texts import parse_json
 
 Record = dict[str, Any]
 
@@ -187,7 +188,7 @@ def parse(line: bytes) -> Record | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     is_record = isinstance(record, dict) and record.get("kind") in KINDS + _FORMER_KINDS

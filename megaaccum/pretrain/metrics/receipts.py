@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import replace_text, set_aside
 from megaaccum.pretrain.metrics.journal import Record, unwritable
+from megaaccum.texts import parse_json, read_text
 
 if TYPE_CHECKING:
     from megaaccum.config import Config, Plan
@@ -46,13 +48,32 @@ _PACKAGES = (
     "torch", "deepspeed", "megatron-core", "transformer-engine", "apex", "numpy", "triton", "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )  # fmt: skip
-_VARIABLES = (
-    "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVTE_", "DS_", "TRITON_", "UCX_", "SLURM_JOB_ID",
-    "SLURM_NNODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "MEGAACCUM_",
-)  # fmt: skip
-"""Prefixes of environment variables that influence a run."""
+_VARIABLES = frozenset(
+    """
+    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
+    NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
+    NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_MAX_CTAS
+    NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS
+    NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME
+    NCCL_SOCKET_NTHREADS GLOO_SOCKET_IFNAME TORCHDYNAMO_DISABLE TORCH_CPP_LOG_LEVEL TORCH_DISTRIBUTED_DEBUG
+    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
+    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING
+    PYTORCH_NVML_BASED_CUDA_CHECK OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND MKL_DYNAMIC MKL_NUM_THREADS
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_APPLY_QK_LAYER_SCALING NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_CPU_OFFLOAD_V1
+    NVTE_DEBUG NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_UNFUSED_ATTN DS_ACCELERATOR
+    DS_SKIP_CUDA_CHECK UCX_NET_DEVICES UCX_TLS SLURM_JOB_ID SLURM_NNODES WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR
+    MASTER_PORT MEGAACCUM_LAUNCHED MEGAACCUM_VERBOSE
+    """.split()
+)
+"""Environment variables that influence a run. No other is in a receipt."""
+_CREDENTIALS = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)"  # user:password of an address
+    r"|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|eyJ)[\w.-]{10,}"
+    r"|(?i:(?<=token=)|(?<=api.key=)|(?<=secret=)|(?<=password=))[^&\s]+"
+)
+"""Credentials in an address, and tokens of services that begin in a known way."""
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 class Receipt:
@@ -136,7 +157,7 @@ class Receipt:
 def read(path: Path) -> Record:
     """Read one receipt. Raises MegaaccumError if the file is none, or is of a later version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise MegaaccumError(f"{path} cannot be read as a receipt: {error}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("version"), int):
@@ -210,12 +231,18 @@ def launched() -> float:
 
 
 def _launcher() -> list[str]:
-    """The words of the command that started this rank; empty if that is a shell or unknown."""
+    """The program that started this rank, and the script or module that it runs; empty if that is a shell or unknown.
+    Other words may hold a secret."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
     except OSError:
         return []
-    return words if words and Path(words[0]).name.lstrip("-") not in _SHELLS else []
+    if not words or Path(words[0]).name.lstrip("-") in _SHELLS:
+        return []
+    is_python = Path(words[0]).name.startswith("python")
+    at = next((i for i, word in enumerate(words[1:], 1) if word == "-m" or not word.startswith("-")), 0)
+    script = words[at + (words[at] == "-m") :][:1] if is_python and at and "-c" not in words[:at] else []
+    return [words[0], *script]
 
 
 def this_rank(device: str | None, device_bytes: float | None) -> Record:
@@ -231,11 +258,7 @@ def this_rank(device: str | None, device_bytes: float | None) -> Record:
 
 
 def _environment() -> dict[str, str]:
-    return {
-        name: text
-        for name, text in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
-    }
+    return {name: text for name, text in sorted(os.environ.items()) if name in _VARIABLES}
 
 
 def _configuration(config: Config) -> dict[str, Record]:
@@ -285,7 +308,9 @@ def _versions() -> dict[str, str]:
 
 
 def _strict(content: Any) -> Any:
-    """The content in strict JSON: a number that is not finite becomes its name."""
+    """The content in strict JSON, without credentials: a number that is not finite becomes its name."""
+    if isinstance(content, str):
+        return _CREDENTIALS.sub("***", content)
     if isinstance(content, Mapping):
         return {str(key): _strict(each) for key, each in content.items()}
     if isinstance(content, list | tuple | set | frozenset):

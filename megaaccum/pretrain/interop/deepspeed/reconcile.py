@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megaaccum.config import precision
@@ -19,6 +18,7 @@ from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import did_you_mean
 from megaaccum.pretrain.interop.deepspeed import keys
+from megaaccum.texts import parse_json, read_text
 
 ORIGIN = "deepspeed block"
 """The origin of a key that the JSON sets."""
@@ -89,12 +89,11 @@ def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> 
     repeated: list[str] = []
 
     def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        repeated.extend(sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
         return dict(pairs)
 
     try:
-        block = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+        block = parse_json(read_text(path), object_pairs_hook=without_repeats)
     except OSError as error:
         problems.append(f"{place}: cannot read the DeepSpeed configuration {path}: {error.strerror}.")
         return None

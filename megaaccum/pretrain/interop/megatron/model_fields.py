@@ -8,6 +8,7 @@ from functools import cache
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.megatron_arguments import listed
 from megaaccum.config.source import Unknown
+from megaaccum.errors import shortened
 from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS
 from megaaccum.pretrain.interop.megatron.parser import model_fields
 
@@ -42,7 +43,7 @@ def _put(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> No
     try:
         fields[name] = coerce(unknown.value, _types()[name])
     except NotOfType as error:
-        problems.append(f"{unknown.place}: {name} must be {error}, not {unknown.value!r}.")
+        problems.append(f"{unknown.place}: {name} must be {error}, not {shortened(repr(unknown.value), 80)}.")
     except (KeyError, AssertionError):
         # A type that no configuration file can hold (an enum, a pair): Megatron's own check sees it.
         fields[name] = unknown.value

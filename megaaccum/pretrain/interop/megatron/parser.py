@@ -24,15 +24,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
-from megaaccum.config.source import Source, meant, read_command_line
+from megaaccum.config.source import Source, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
+from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
+MOST_FLAGS = 2_000
+"""Limit on the flags of a list; Megatron has 815."""
 
 
 @dataclass(slots=True)
@@ -166,6 +167,8 @@ def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list
             groups[-1][1].append(word)
         else:
             given.problems.append(f"unexpected {word}: flags are written --name value.")
+    if len(groups) > MOST_FLAGS:
+        raise ConfigError(f"{len(groups)} flags are given: the most that are read are {MOST_FLAGS}.")
     for flag, values in groups:
         flag = _as_megatrons(flag, values)
         for today in _in_todays_names(flag.replace("_", "-"), values):
@@ -264,8 +267,8 @@ def _read_yaml(given: ParsedFlags) -> None:
     outrank it here; Megatron ignores them."""
     shown = given.written["yaml_cfg"]
     try:
-        tree = yaml.safe_load(given.locate(given.args.yaml_cfg).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = parse_yaml(read_text(given.locate(given.args.yaml_cfg)), given.args.yaml_cfg)
+    except (OSError, ValueError) as error:
         given.problems.append(f"{shown}: cannot be read: {' '.join(str(error).split())}.")
         return
     if not isinstance(tree, dict):
@@ -273,11 +276,11 @@ def _read_yaml(given: ParsedFlags) -> None:
         return
     flat: dict[str, object] = {}
     for name, value in tree.items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    activation = flat.pop("activation_func", "gelu")
+        flat |= {str(each): held for each, held in (value if isinstance(value, dict) else {name: value}).items()}
+    activation = str(flat.pop("activation_func", "gelu"))
     if activation not in _ACTIVATIONS:
         given.problems.append(f"{shown}: activation_func {activation} is none of {', '.join(_ACTIVATIONS)}.")
-    flat |= _ACTIVATIONS.get(str(activation), {})
+    flat |= _ACTIVATIONS.get(activation, {})
     flat["num_experts"] = flat.pop("num_moe_experts", None) or flat.get("num_experts")
     flat["group_query_attention"] = flat.get("num_query_groups") is not None
     for name, value in flat.items():
@@ -293,7 +296,11 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
         return
     kind = next(action.type for action in parser()._actions if action.dest == name)
     if isinstance(value, str) and kind in (int, float):
-        value = float(value)  # YAML reads 1e-5 as text
+        try:
+            value = float(value)  # YAML reads 1e-5 as text
+        except ValueError:
+            given.problems.append(f"{given.written['yaml_cfg']}: {name}: {value} is not a number.")
+            return
     if value is not None and value != defaults()[name] and name not in given.written:
         setattr(given.args, name, value)
         given.written[name] = f"{name}: {value}"
@@ -333,9 +340,7 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
     except ZeroDivisionError:
         zeros = [name for name in given.written if vars(args).get(name) == 0 and re.search("size|heads|stage", name)]
         given.problems.append(f"Megatron refuses this list: {given.shown(*zeros)}: a size is at least 1.")
-    except (
-        AssertionError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SystemExit,
-    ) as error:  # fmt: skip
+    except (Exception, SystemExit) as error:  # assertions, most of them; of numbers out of range, anything
         reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
         given.problems.append(f"Megatron refuses this list: {(reason or type(error).__name__).rstrip('.')}.")
     else:

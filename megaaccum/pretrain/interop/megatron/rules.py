@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
 from megaaccum.pretrain.interop.megatron.parser import ParsedFlags
+from megaaccum.texts import parse_json, read_text
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ def _data(given: ParsedFlags, reading: Reading) -> None:
         reading.put("data_path", text.split(), given, "data_args_path")
     if by_split and (text := _read(given, reading, "per_split_data_args_path", by_split)) is not None:
         try:
-            blends = json.loads(text)
+            blends = parse_json(text)
             for split in ("train", "valid", "test"):
                 if blends[split]:
                     paths = [str(item) for item in blends[split]]
@@ -273,8 +273,8 @@ def _data(given: ParsedFlags, reading: Reading) -> None:
 
 def _read(given: ParsedFlags, reading: Reading, name: str, path: str) -> str | None:
     try:
-        return given.locate(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(given.locate(path))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         reading.problems.append(f"{given.written[name]}: cannot read {path}: {reason}.")
         return None

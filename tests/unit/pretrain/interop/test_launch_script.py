@@ -1,9 +1,8 @@
-"""Scripts recorded while they run in a jail: what they would have started, and that they reach nothing outside."""
+"""Scripts recorded while they run: what they would have started. `test_jail` attacks the jail."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from pathlib import Path
 
@@ -14,9 +13,10 @@ from megaaccum.cli import convert
 from megaaccum.cli.arguments import Source, pop_option, read_source
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop import launch_script
+from megaaccum.pretrain.interop import jail
 from megaaccum.pretrain.interop.launch_script import recorded, world_size
 from megaaccum.pretrain.interop.load import load, read
+from tests.support.jail import require_bwrap
 
 LAUNCH = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --hidden-size 64"
 
@@ -24,6 +24,7 @@ LAUNCH = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --hidden-si
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write a script into an empty project and go there; returns what records it."""
+    require_bwrap()
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -78,28 +79,9 @@ EOF
     assert not Path("/elsewhere.json").exists()
 
 
-def test_a_script_reaches_nothing_outside(script, tmp_path):
-    """Files, connections and processes: all three end with it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port, victim = server.getsockname()[1], tmp_path.parent / "victim"
-        victim.write_text("whole")
-        server.settimeout(0.2)
-        text = f"rm -rf {victim} /etc/passwd train.sh /usr/bin/env; echo x > /etc/x\n"
-        text += f"(echo hello > /dev/tcp/127.0.0.1/{port})\n"
-        with script(f"{text}(sleep 1000 &)\nread answer\n{LAUNCH}"):
-            pass
-        with pytest.raises(TimeoutError):
-            server.accept()
-    assert victim.read_text() == "whole"
-    assert (tmp_path / "train.sh").exists()
-    assert Path("/etc/passwd").exists()
-    assert Path("/usr/bin/env").exists()
-    assert not Path("/etc/x").exists()
-
-
 @pytest.mark.parametrize("text", ["while :; do :; done", "while ! read answer; do :; done"])
 def test_a_script_that_does_not_end_is_ended_with_a_message(script, text, monkeypatch):
-    monkeypatch.setattr(launch_script, "SECONDS", 1)
+    monkeypatch.setattr(jail, "SECONDS", 1)
     threads = threading.active_count()
     assert "did not end in 1 seconds" in refusal(script(text))
     assert threading.active_count() == threads
@@ -122,20 +104,6 @@ def test_a_script_without_one_launch_says_so(script, text, words):
 def test_the_same_launch_twice_is_one(script):
     with script(f"{LAUNCH} || {LAUNCH}; {LAUNCH}") as launch:
         assert launch.program == "pretrain_gpt.py"
-
-
-def test_without_namespaces_it_refuses_and_names_the_flag(script, monkeypatch):
-    monkeypatch.setattr(launch_script.shutil, "which", lambda _: None)
-    assert "--record-without-jail" in refusal(script(LAUNCH))
-
-
-def test_without_a_jail_it_runs_as_it_is(script, tmp_path):
-    with script(LAUNCH):
-        pass
-    (tmp_path / "train.sh").write_text(f"touch written\n{LAUNCH}")
-    with recorded(["bash", "train.sh"], jail=False) as launch:
-        assert launch.argv[:2] == ["--num-layers", "4"]
-    assert (tmp_path / "written").exists()
 
 
 def test_launchers_say_how_many_ranks():

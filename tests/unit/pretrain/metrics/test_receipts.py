@@ -90,13 +90,40 @@ def test_what_a_step_left_out_is_in_it(tmp_path):
     assert event == {"kind": "drop", "step": 2, "text": "not finite: micro-batch 3 of data-parallel rank 0"}
 
 
-def test_the_command_that_started_a_rank_is_in_it_and_a_shell_is_none(tmp_path):
+def test_the_program_that_started_a_rank_is_in_it_without_its_arguments_and_a_shell_is_none(tmp_path):
     code = "from megaaccum.pretrain.metrics.receipts import _launcher; print(_launcher())"
     by_python = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
     told = subprocess.run(by_python, capture_output=True, text=True, check=True).stdout
-    assert told.strip() == str(by_python)
+    assert told.strip() == str(by_python[:1])
+    script = tmp_path / "start.py"
+    script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
+    by_script = [sys.executable, "-u", str(script), "--api-key", "sesame", "https://user:sesame@host"]
+    told = subprocess.run(by_script, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str([sys.executable, str(script)])
+    by_module = [sys.executable, "-m", "timeit", "-n1", "-r1", by_python[2], "sesame"]
+    told = subprocess.run(by_module, capture_output=True, text=True, check=False).stdout
+    assert told.splitlines()[0] == str([sys.executable, "timeit"])
     by_a_shell = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
     assert subprocess.run(by_a_shell, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+SECRETS = {
+    "NCCL_API_KEY": "sesame", "TORCH_HUB_CRED": "sesame", "DS_AUTH": "sesame", "MASTER_PASSPHRASE": "sesame",
+    "MEGAACCUM_PASSWD": "sesame", "SLURM_JWT": "sesame", "CUDA_PAT": "sesame", "TRITON_BEARER": "sesame",
+    "WANDB_API_KEY": "sesame", "NVTE_SESSION": "sesame", "MASTER_ADDR": "https://user:sesame@host",
+    "NCCL_NET": "hf_sesamesesamesesame",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_of_the_environment_the_command_or_the_configuration_is_in_it(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, SECRETS[name])
+    monkeypatch.setattr(sys, "argv", ["train", f"--{name.lower()}=x", "s3://key:sesame@bucket/x", "?token=sesame"])
+    of = plan(2, pipeline_model_parallel_size=2, data_path=["https://user:sesame@host/corpus"], mock_data=None)
+    opening = receipts.opening(of, data_digest="", vocab_size=1, ranks=[], predicted={}, start_step=0)
+    receipts.Receipt(tmp_path, opening)
+    text = (tmp_path / "receipts" / "start_1.json").read_text()
+    assert "sesame" not in text and "@bucket/x" in text and "@host/corpus" in text
 
 
 def test_a_killed_start_leaves_its_first_steps_and_what_was_written_each_minute(tmp_path):
