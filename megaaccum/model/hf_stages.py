@@ -84,6 +84,6 @@ class HfStage(torch.nn.Module):
             given = {"inputs_embeds": self._received.transpose(0, 1)}
         hidden: torch.Tensor = self.model(**given, **arguments, use_cache=False).last_hidden_state
         if self.lm_head is None:
-            return hidden.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # a schedule frees no view
+            return hidden.transpose(0, 1).contiguous()
         logits: torch.Tensor = self.lm_head(hidden)
         return logits

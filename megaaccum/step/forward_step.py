@@ -10,6 +10,7 @@ import torch
 from megaaccum.errors import StepError
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
+from megaaccum.upstream import pytorch
 
 
 class ForwardStep:
@@ -53,6 +54,9 @@ class ForwardStep:
         user: Any = self._batch.forward_step_func
         keys = {"return_schedule_plan": True} if return_schedule_plan else {}
         output, loss_func = user(data_iterator, chunk, **keys)
+        if isinstance(output, torch.Tensor) and output._base is not None:
+            # Megatron's schedules empty an output that was sent, and refuse a view, as torch's own Linear returns one.
+            output = pytorch.without_base(output)
         for end in self._end_forward:
             end(*at, output)
         if isinstance(output, torch.Tensor) and output.requires_grad:

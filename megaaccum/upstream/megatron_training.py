@@ -78,12 +78,21 @@ _CHECKED = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": 
 """Values that Megatron's check gives to arguments, and what stood there before it: names of dtypes, sizes."""
 
 
+_FILLED_IN = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
+"""Arguments that Megatron's check sets to the value of another one where they are left out."""
+
+
 def flags_of_run(args: Any) -> dict[str, str]:
     """The arguments that differ from Megatron's defaults, by destination, as flags."""
     found: dict[str, str] = {}
     for action in _actions():
         value, default = getattr(args, action.dest, action.default), action.default
         if default in (value, _CHECKED.get(str(value), value)):
+            continue
+        if action.dest in _FILLED_IN and value == getattr(args, _FILLED_IN[action.dest]):
             continue
         if action.nargs != 0:
             words = value if isinstance(value, list | tuple) else [value]
