@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -245,31 +246,26 @@ def distances(folders: dict[str, str]) -> dict[str, float]:
     from megaaccum.distributed import groups
     from megaaccum.pretrain.weights import compare, rows
 
-    def with_operation(operation: str, made: Callable[..., Any]) -> Callable[[], None]:
-        right = rows._OPERATIONS[operation]
-        changed = {**rows._OPERATIONS, operation: lambda *args: made(list(right(*args)))}
-        return lambda: setattr(rows, "_OPERATIONS", changed)
+    def with_operation(operation: str, made: Callable[..., Any]) -> dict[str, Any]:
+        right = rows.OPERATIONS[operation]
+        return {operation: lambda *args: made(list(right(*args)))}
 
-    right = rows._OPERATIONS
     cases = {
-        "right": ("llama", lambda: None),
+        "right": ("llama", {}),
         "queries after values": ("llama", with_operation("qkv", lambda spans: [*spans[1:], spans[0]])),
         "up before gate": ("llama", with_operation("gate_up", lambda spans: spans[::-1])),
         "groups the other way round": ("qwen3", with_operation("qkv", lambda spans: spans[3:] + spans[:3])),
-        "gpt2 right": ("gpt2", lambda: None),
+        "gpt2 right": ("gpt2", {}),
         "gpt2 values as keys": (
             "gpt2",
             with_operation("qkv", lambda s: [s[i ^ 3 if i % 3 else i] for i in range(3)] + s[3:]),
         ),
     }
     found = {}
-    for name, (family, break_it) in cases.items():
+    for name, (family, wrong) in cases.items():
         groups.destroy()
-        break_it()
-        try:
+        with patch.dict(rows.OPERATIONS, wrong):
             found[name] = compare.logits_distance(Path(folders[family]))
-        finally:
-            rows._OPERATIONS = right
     return found
 
 

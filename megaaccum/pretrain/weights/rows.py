@@ -82,7 +82,7 @@ def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] |
             theirs = [re.sub("<(.*?)>", lambda place: match[place[1]], each) for each in row.theirs]
             operation = row.operation.removesuffix("_t")
             transposed = operation != row.operation and match.groupdict().get("leaf") != "bias"
-            found = _OPERATIONS[operation](theirs, num_rows, sizes)
+            found = OPERATIONS[operation](theirs, num_rows, sizes)
             return [Rows(each, start, stop, transposed and bool(each)) for each, start, stop in found]
     return None
 
@@ -118,6 +118,6 @@ def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
             yield name, start + group * width, start + (group + 1) * width
 
 
-_OPERATIONS: Mapping[str, Callable[[list[str], int, Sizes], Spans]] = {
+OPERATIONS: dict[str, Callable[[list[str], int, Sizes], Spans]] = {
     "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "qkv": _qkv,
 }  # fmt: skip

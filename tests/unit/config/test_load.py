@@ -238,7 +238,7 @@ def test_names_of_recipes_are_keys() -> None:
 def test_core_metric_every_is_no_key_but_may_be_switched_off(tmp_path: Path) -> None:
     assert load(None, ["--core_metric_every", "0"]).run.text_comparisons_every == 0
     assert load(write(tmp_path, "core_metric_every: 0\n")).run.text_comparisons_every == 0
-    with pytest.raises(ConfigError, match=r"core_metric_every.*did you mean text_comparisons_every"):
+    with pytest.raises(ConfigError, match=r"core_metric_every.*did you mean --text_comparisons_every"):
         load(None, ["--core_metric_every", "3"])
     (problem,) = problems(write(tmp_path, "core_metric_every: 3\n"))
     assert problem == "run.yaml:1: unknown key core_metric_every (did you mean text_comparisons_every?)."

@@ -13,6 +13,7 @@ from megaaccum.lab.planner.stages import Stage, chunks_of_rank, layout_text, ran
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics.param_count import count_parameters
+from megaaccum.schedule.actions import stage_map
 from tests.support.configs import plan
 
 CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -130,26 +131,27 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.
-    parallel_state.set_pipeline_model_parallel_rank(rank)
     parallel_state.set_pipeline_model_parallel_world_size(layout.pp)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(layout.vpp if layout.vpp > 1 else None)
     config.moe_grouped_gemm = False  # Transformer Engine's; the same shapes
     chunks = []
-    for chunk in range(layout.vpp):
-        vp_stage = chunk if layout.vpp > 1 else None
-        block = get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=rank)
+    for stage in stage_map(layout.placement or "loop", pp=layout.pp, chunks=layout.vpp)[rank]:
+        # Megatron deals stages out in rounds; those of a V's rank are other ranks' there.
+        vp_stage, pp_rank = stage // layout.pp if layout.vpp > 1 else None, stage % layout.pp
+        parallel_state.set_pipeline_model_parallel_rank(pp_rank)
+        block = get_gpt_decoder_block_spec(config, False, vp_stage=vp_stage, pp_rank=pp_rank)
         spec = replaced(block, WrappedTorchNorm, Norm)
         if model.multi_latent_attention:
             # Megatron's local attention kernel does not construct under MLA; it has no parameters to count.
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
-        last = rank == layout.pp - 1 and chunk == layout.vpp - 1
+        last = stage == layout.num_stages - 1
         mtp = None
         if model.mtp_num_layers:
             # Like the model's last layer, which need not be in this chunk.
             layer = get_gpt_decoder_layer_specs(config, False)[-1]
             layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
-            mtp = get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage, pp_rank=rank)
+            mtp = get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage, pp_rank=pp_rank)
         with torch.device("meta"):
             chunks.append(
                 GPTModel(
@@ -157,12 +159,12 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
                     spec,
                     vocab_size=padded_vocab_size(settled.config, vocab_size),
                     max_sequence_length=model.max_position_embeddings or model.seq_length,
-                    pre_process=rank == 0 and chunk == 0,
+                    pre_process=stage == 0,
                     post_process=last,
                     position_embedding_type=model.position_embedding_type,
                     share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
                     mtp_block_spec=mtp,
-                    pg_collection=collection(layout, rank),
+                    pg_collection=collection(layout, pp_rank),
                     vp_stage=vp_stage,
                 )
             )

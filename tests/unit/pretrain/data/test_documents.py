@@ -95,7 +95,7 @@ def test_a_missing_file(tmp_path):
 
 
 def test_a_folder_in_place_of_a_file(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*: Is a directory"):
+    with pytest.raises(DataError, match=r"cannot read .*: it is not a regular file"):
         Source(files=[tmp_path]).check()
 
 

@@ -142,7 +142,6 @@ def test_a_flag_sets_its_key(text, expected):
         ("--optimizer lion", ["--optimizer lion", "adam (AdamW) or muon"]),
         ("--optimizer muon --muon-scalar-optimizer lion", ["--muon-scalar-optimizer lion", "adam"]),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", ["2 blocks", "duplicated"]),
-        ("--num-query-groups 8", ["without --group-query-attention"]),
         ("--tokenizer-type NullTokenizer", ["needs --vocab-size"]),
         ("--tokenizer-type BertWordPieceCase", ["megaaccum reads GPT2BPETokenizer"]),
         ("--deepspeed --num-experts 64 --moe-loss-coeff 0.01", ["DeepSpeed's own MoE layer"]),
