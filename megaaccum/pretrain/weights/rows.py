@@ -7,7 +7,7 @@ theirs that lie one below the other in ours, and both directions go by that list
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
