@@ -79,9 +79,11 @@ class FlushError(MegaaccumError):
 
 
 def nearest(value: int, legal: Callable[[int], bool], *, lowest: int = 1, highest: int) -> list[int]:
-    """The closest legal number below `value` and the closest above, whichever of them exist in [lowest, highest]."""
-    below = next((n for n in range(min(value - 1, highest), lowest - 1, -1) if legal(n)), None)
-    above = next((n for n in range(max(value + 1, lowest), highest + 1) if legal(n)), None)
+    """The closest legal number below `value` and the closest above, whichever of them exist in [lowest, highest] and
+    within a hundred thousand of it."""
+    far = 100_000
+    below = next((n for n in range(min(value - 1, highest), max(lowest, value - far) - 1, -1) if legal(n)), None)
+    above = next((n for n in range(max(value + 1, lowest), min(highest, value + far) + 1) if legal(n)), None)
     return [n for n in (below, above) if n is not None]
 
 

@@ -55,7 +55,7 @@ class Pair(NamedTuple):
 Item = Action | Pair
 
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
 
 

@@ -147,7 +147,7 @@ def read_profile(path: str | Path) -> Profile:
         raise ScheduleError(f"profile {path}: it is not JSON: {error}") from error
     try:
         return _from_simpipe(content) if "forward_ms" in content else _from_content(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
         if isinstance(error, ScheduleError):
             raise ScheduleError(f"{path}: {error}") from error
         raise ScheduleError(f"profile {path}: {error!r}: it needs pattern and kinds (docs/guides/search.md)") from error

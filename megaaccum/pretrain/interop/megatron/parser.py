@@ -318,6 +318,11 @@ def _nearest(flag: str) -> str:
 def _check(given: ParsedFlags, world_size: int | None) -> None:
     """Run Megatron's `validate_args` on a copy; if it refuses the list, that is a problem."""
     args = copy.deepcopy(given.args)
+    for name in given.written.keys() & all_keys().keys():
+        value, most = getattr(args, name, None), all_keys()[name].facts.at_most
+        if isinstance(value, int | float) and most is not None and value > most:  # Megatron would count up to it
+            given.problems.append(f"{given.written[name]}: it must be at most {most:g}.")
+            return
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
     smallest = layout[0] * layout[1] * layout[2]
     if args.num_experts:
