@@ -96,7 +96,7 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
         return largest.cpu()
     for grad in grads:
         for part in grad.reshape(-1).split(_CHUNK):
-            rest = part.double().mul_(2.0**-exponent).square_()
+            rest = (part.double() * 2.0**-exponent).square_()  # a float64 part is the gradient itself
             for number in range(_DIGITS):
                 rest.mul_(2**_BITS)
                 digit = rest.floor()

@@ -76,7 +76,8 @@ def counted_on_the_first_rank_of_tp(case: Case) -> Gradient:
     """The norm leaves out the experts of other tp ranks, as if they were copies."""
     from megaaccum.model import names
 
-    with patch.object(names, "is_same_over_tp", lambda param: not names.is_sharded_over_tp(param)):
+    dense = names.is_same_over_tp
+    with patch.object(names, "is_same_over_tp", lambda param: dense(param) or names.is_expert(param)):
         return gradient(case)
 
 
