@@ -121,7 +121,7 @@ def _model(args: Any, pre_process: bool, post_process: bool, pg_collection: Any,
     config.rope_scaling_factor = args.rope_scaling_factor  # which the conversion of 0.19 drops
     model = GPTModelBuilder(config).build_model(pg_collection, pre_process, post_process, vp_stage)
     drawn = {name: param.detach().std().item() for name, param in model.named_parameters() if param.numel() > 999}
-    gpt.initialize(model, SimpleNamespace(tp=pg_collection.tp), seed=args.seed)  # type: ignore[arg-type]
+    gpt.initialize(model, SimpleNamespace(tp=pg_collection.tp, expert_tp=pg_collection.expt_tp), seed=args.seed)  # type: ignore[arg-type]
     for name, std in drawn.items():
         ours = model.get_parameter(name).detach().std().item()
         assert abs(ours - std) <= 0.15 * std, f"{name}: Megatron draws weights of width {std:.4g}, megaaccum {ours:.4g}"

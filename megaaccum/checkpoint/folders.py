@@ -158,6 +158,15 @@ def _seal(state: dict[str, Any]) -> str:
 _MAPPINGS = ("lr_schedule", "data", "shape", "transaction", "batch_ramp")
 
 
+def _free(folder: Path) -> str:
+    """The free space for a folder that may not exist yet, as this rank's host reports it."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    try:
+        return amount(shutil.disk_usage(there).free)
+    except OSError as error:
+        return f"unknown bytes ({error.strerror})"
+
+
 class Files:
     """The folders of a checkpoint while it is written: `aside`, and `target`, its final name.
 
@@ -167,7 +176,8 @@ class Files:
     def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None, *, num_bytes: int):
         """num_bytes: of all tensors that are written, over all ranks."""
         self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
-        self._num_bytes = num_bytes
+        # Measured before anything is written, so that ranks of one host give one message.
+        self._space = f"{_free(folder)} were free in {folder}, the checkpoint's tensors are {amount(num_bytes)}"
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
@@ -191,15 +201,7 @@ class Files:
         current = latest(self._folder)
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
-        return printed_once(UnwrittenCheckpoint(f"{what} ({self._space()}); {still}"))
-
-    def _space(self) -> str:
-        """Free space in the checkpoints' folder, as this rank's host reports it."""
-        try:
-            free = shutil.disk_usage(self._folder).free
-        except OSError as error:
-            return f"{self._folder}: {error.strerror}"
-        return f"{amount(free)} are free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
+        return printed_once(UnwrittenCheckpoint(f"{what} ({self._space}); {still}"))
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

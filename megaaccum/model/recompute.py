@@ -31,10 +31,12 @@ def prepare(chunk: GPTModel) -> None:
 
 def _need_input_gradient(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the decoder's inputs need a gradient: a checkpoint whose inputs need none (the embedding is frozen) gives its
-    parameters none either."""
+    parameters none either. Nor does it run again, which is when Megatron's routers count the tokens that move expert
+    biases, also in a stage whose layers are all frozen."""
     hidden = kwargs["hidden_states"]
     if hidden is not None and not hidden.requires_grad and torch.is_grad_enabled():
-        hidden.requires_grad_(any(param.requires_grad for param in decoder.parameters()))
+        counts: bool = decoder.config.moe_router_enable_expert_bias  # type: ignore[union-attr, assignment]
+        hidden.requires_grad_(counts or any(param.requires_grad for param in decoder.parameters()))
 
 
 def _copy_bias(

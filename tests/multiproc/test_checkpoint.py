@@ -242,7 +242,7 @@ def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, 
     written = sum(file.stat().st_size for file in current.glob("*.distcp"))
     for text, latest, left, step in ended:
         assert text.startswith("the checkpoint of step 2 could not be written: No space left on device (")
-        found = re.search(rf"iB are free in {tmp_path}, the checkpoint's tensors are (\S+) KiB\); the last", text)
+        found = re.search(rf"iB were free in {tmp_path}, the checkpoint's tensors are (\S+) KiB\); the last", text)
         assert found and written / 2 < float(found[1]) * 1024 < written, "files have a name and a record of each tensor"
         assert text.endswith(f"; the last good checkpoint is {current} [rank 0]")
         assert (latest, left, step) == (str(current), "latest step_0000001", 1)

@@ -14,6 +14,7 @@ from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resum
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.pretrain.launch.lock import LOCK
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -222,5 +223,6 @@ def continued(plan: Plan) -> Plan:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether there is nothing to load, as at the first start of a script that always passes --load."""
-    return not folder.exists() or not any(folder.iterdir())
+    """Whether there is nothing to load, as at the first start of a script that always passes --load. The folder may
+    hold the lock of this run, which saves there."""
+    return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
