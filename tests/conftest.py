@@ -1,6 +1,7 @@
 """Setting of every test: a machine without GPUs, as far as this process and its children see, and calm libraries."""
 
 import os
+import signal
 from collections import Counter
 
 from megaaccum.distributed import preload
@@ -10,6 +11,8 @@ from megaaccum.platform import quiet
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 preload.prepare()
+# Under nohup a hang-up is ignored, which children inherit; tests that send one begin as in a terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config):
