@@ -277,8 +277,9 @@ def _held(groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBacken
         if names.is_matrix(param):
             marked: Any = param
             rows, columns = getattr(param, "ds_shape", param.shape)
-            is_cut = groups.tp.size() > 1 and names.is_sharded_over_tp(param)
-            axis, num_tp, tp = (marked.partition_dim, groups.tp.size(), groups.tp.rank()) if is_cut else (0, 1, 0)
+            among = names.tp_group(param, groups)
+            is_cut = among.size() > 1 and names.is_sharded_over_tp(param)
+            axis, num_tp, tp = (marked.partition_dim, among.size(), among.rank()) if is_cut else (0, 1, 0)
             parts = tuple(Part(*part) for part in marked.matrix_parts)
             found.append(Held(name, parts, rows, columns, axis, num_tp, tp, *ranges.get(name, (0, 0))))
     return found

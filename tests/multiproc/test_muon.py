@@ -18,6 +18,7 @@ CELLS = [
     cell("ZeRO-1", "tied"),
     cell("ZeRO-2", "clip"),
     cell("ZeRO-3 resident", "ep 2"),
+    cell("ddp", "ep 2, tp 2, etp 1"),
     cell("ZeRO-3 streaming", "pp 2 V"),
     cell("fsdp2", "tp 2"),
     cell("HSDP", "dp 4"),

@@ -148,6 +148,12 @@ VARIANTS = {
     "tied": (f"{PIPELINE} --tensor_model_parallel_size 2", "--muon_scale_mode unit_rms_norm", ""),
     "frozen": ("--grad_accum_steps 2", "", r"layers\.(0\.self_attention\.linear_qkv|2\.)"),
     "ep 2": ("--expert_model_parallel_size 2 --grad_accum_steps 2", MOE, ""),
+    "ep 2, tp 2, etp 1": (
+        "--tensor_model_parallel_size 2 --sequence_parallel --expert_model_parallel_size 2"
+        " --expert_tensor_parallel_size 1 --grad_accum_steps 2",
+        MOE,
+        "",
+    ),
 }
 
 
@@ -172,17 +178,15 @@ def cell(backend: str, variant: str, lane: str = "fp32") -> Cell:
 
 
 def cells() -> list[Cell]:
-    """The whole table. Experts are spread where a backend has it; HSDP has no second replica at one data-parallel
-    rank; float64 is what two backends take."""
+    """The whole table. HSDP has no second replica at one data-parallel rank; float64 is what two backends take."""
     found = [
         cell(backend, variant)
         for backend in BACKENDS
         for variant in VARIANTS
-        if variant != "ep 2" or backend == "ZeRO-3 resident"
-        if (backend, variant) != ("HSDP", "tied")
+        if backend != "HSDP" or variant not in ("tied", "ep 2", "ep 2, tp 2, etp 1")
     ]
     exact = itertools.product(("fsdp2", "ddp"), VARIANTS)
-    return found + [cell(backend, variant, "fp64") for backend, variant in exact if variant != "ep 2"]
+    return found + [cell(backend, variant, "fp64") for backend, variant in exact if MOE not in VARIANTS[variant]]
 
 
 def problems(chosen: list[Cell]) -> list[str]:
