@@ -140,7 +140,7 @@ def read_progress(current: Path) -> Progress:
         return Progress(**state)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {str(error)[:200]}") from error
 
 

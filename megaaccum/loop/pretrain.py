@@ -138,10 +138,10 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
         values |= chosen
         notes += [f"--use-distributed-optimizer: {note}"] if note else []
     if args.deterministic_mode:
-        if not repeats_to_the_bit(values | dict(keys)):
-            notes.append(ORDER_OF_COLLECTIVES)
-        else:
+        if repeats_to_the_bit(values | dict(keys)):
             values["deterministic"] = True
+        else:
+            notes.append(ORDER_OF_COLLECTIVES)
     return values
 
 

@@ -294,20 +294,7 @@ def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:
     first and the last stage cut their copies alike, and a kernel that rounds the last elements of a tensor otherwise
     (torch's fused AdamW) does so with the same elements of both.
     """
-    apart: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        param_names = group.get("param_names", [None] * len(group["params"]))
-        members = list(zip(group["params"], param_names, strict=True))
-        rest = [(param, name) for param, name in members if not names.is_tied(param)]
-        tied = [(param, name) for param, name in members if names.is_tied(param)]
-        apart += [_with_members(group, part) for part in (rest, *([each] for each in tied)) if part]
-    optimizer.param_groups[:] = apart
-
-
-def _with_members(group: dict[str, Any], members: list[tuple[torch.nn.Parameter, str | None]]) -> dict[str, Any]:
-    """The options of an optimizer's group, for `members` (parameter, its name if the group has names)."""
-    names = {"param_names": [name for _, name in members]} if "param_names" in group else {}
-    return group | {"params": [param for param, _ in members]} | names
+    zero12.split_groups(optimizer, lambda param: id(param) if names.is_tied(param) else None)
 
 
 def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:

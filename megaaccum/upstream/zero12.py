@@ -210,15 +210,22 @@ def separate_experts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             """Do nothing: the groups exist."""
 
     model.add_module(EXPERTS, Mark())
+    split_groups(optimizer, lambda param: EXPERTS if not getattr(param, "allreduce", True) else None)
+    for group in optimizer.param_groups:
+        if not getattr(group["params"][0], "allreduce", True):
+            group.update(moe=True, name=EXPERTS)
+
+
+def split_groups(optimizer: torch.optim.Optimizer, key: Callable[[torch.nn.Parameter], object]) -> None:
+    """Split each group of an optimizer by the `key` of its parameters; the parts have the group's options, and that of
+    the parameters whose key is None comes first."""
     apart: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        members = list(zip(group["params"], group.get("param_names", group["params"]), strict=True))
-        for is_expert in (False, True):
-            part = [each for each in members if (not getattr(each[0], "allreduce", True)) == is_expert]
-            names = {"param_names": [name for _, name in part]} if "param_names" in group else {}
-            marks = {"moe": True, "name": EXPERTS} if is_expert else {}
-            if part:
-                apart.append(group | names | marks | {"params": [param for param, _ in part]})
+        members: dict[object, list[int]] = {None: []}
+        for number, param in enumerate(group["params"]):
+            members.setdefault(key(param), []).append(number)
+        lists = [name for name in ("params", "param_names") if name in group]
+        apart += [group | {name: [group[name][i] for i in part] for name in lists} for part in members.values() if part]
     optimizer.param_groups[:] = apart
 
 
