@@ -10,10 +10,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megaaccum.config import Plan
 from megaaccum.model import names
 from megaaccum.sharding import fsdp2
-from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.step import grad_norm
-from megaaccum.upstream import pytorch
 from tests.bank.mistake import mistake, replaced, wrapped
+from tests.bank.reduction import changed_in_every_backward
 
 EXPERT = r"decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight"
 """The first parameter of an expert."""
@@ -43,16 +42,9 @@ def experts_averaged_over_their_own_ranks(plan: Plan) -> Iterator[None]:
     base="spread experts, one rank each", axes="ep, dp, backend, experts", parameter=EXPERT,
 )  # fmt: skip
 def experts_doubled_where_nothing_is_reduced(plan: Plan) -> Iterator[None]:
-    def after(param: Any) -> None:
-        if param.grad is not None and names.is_expert(param) and plan.layout.edp == 1:
-            param.grad.mul_(2)
-
-    def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
-        original(self, *args, **keys)
-        for param in self.driver.params:
-            pytorch.on_gradient(param, after)
-
-    with wrapped(DeepSpeedBackend, "__init__", watching):
+    with changed_in_every_backward(
+        lambda grad: grad.mul_(2), of=lambda param: names.is_expert(param) and plan.layout.edp == 1
+    ):
         yield
 
 

@@ -20,11 +20,13 @@ from tests.bank.mistake import NORM, added_by_microbatch, forwards, mistake, rep
 
 
 @contextmanager
-def _changed_in_every_backward(change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """`change` what every parameter's gradient is so far, in place, after each micro-batch."""
+def changed_in_every_backward(
+    change: Callable[[torch.Tensor], Any], of: Callable[[Any], bool] = lambda param: True
+) -> Iterator[None]:
+    """`change` what each gradient is so far, in place, after each micro-batch. of: whether a parameter's is changed."""
 
     def after(param: Any) -> None:
-        if param.grad is not None:  # None: handed over already
+        if param.grad is not None and of(param):  # None: handed over already
             change(param.grad)
 
     def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
@@ -59,7 +61,7 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def running_sum_divided_again(plan: Plan) -> Iterator[None]:
-    with _changed_in_every_backward(lambda grad: grad.div_(2)):
+    with changed_in_every_backward(lambda grad: grad.div_(2)):
         yield
 
 
@@ -69,7 +71,7 @@ def running_sum_divided_again(plan: Plan) -> Iterator[None]:
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def running_sum_doubled(plan: Plan) -> Iterator[None]:
-    with _changed_in_every_backward(lambda grad: grad.mul_(2)):
+    with changed_in_every_backward(lambda grad: grad.mul_(2)):
         yield
 
 
@@ -330,7 +332,7 @@ def experts_over_the_wrong_group(plan: Plan) -> Iterator[None]:
     base="ZeRO-3", axes="backend",
 )  # fmt: skip
 def accumulation_in_bf16(plan: Plan) -> Iterator[None]:
-    with _changed_in_every_backward(lambda grad: grad.copy_(grad.bfloat16())):
+    with changed_in_every_backward(lambda grad: grad.copy_(grad.bfloat16())):
         yield
 
 

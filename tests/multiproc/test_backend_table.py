@@ -3,22 +3,9 @@ batch, whose sequences have different numbers of tokens. Embeddings are tied: wi
 ranks or, in a V, on one."""
 
 from tests.support.distance import cells
-from tests.support.parity import Case
+from tests.support.parity import REPLICAS, SYNC_MODES, Case
 
 MODEL = "--num_layers 4 "
-SYNC_MODES = {
-    "ZeRO-3 resident": "",
-    "ZeRO-3 streaming": "--sync streaming ",
-    "FSDP2 resident": "--backend fsdp2 ",
-    "FSDP2 streaming": "--backend fsdp2 --sync streaming ",
-    "Megatron": "--backend megatron ",
-    "DDP": "--backend ddp ",
-}
-REPLICAS = {
-    "HSDP resident": "--backend fsdp2 --data_parallel_replicas 2 ",
-    "HSDP streaming": "--backend fsdp2 --data_parallel_replicas 2 --sync streaming ",
-}
-"""2 x 2, so with dp 4."""
 SCHEDULES = {
     "none": "",
     "1f1b": "--pipeline_model_parallel_size 2 ",

@@ -7,16 +7,16 @@ import pytest
 
 from tests.support.distance import cells
 from tests.support.expert_table import EP2 as EP
-from tests.support.expert_table import HYBRID, MODES, TP, WHOLE, Cell, measured, table
 from tests.support.expert_table import MODEL as EXPERTS
-from tests.support.parity import Case
+from tests.support.expert_table import MODES, TP, WHOLE, Cell, measured, table
+from tests.support.parity import REPLICAS, Case
 
 MODEL = EXPERTS + "--moe_z_loss_coeff 0.01 "
 
 
 def cell(mode: str, ranks: int, layout: str, model: str = "", *, exact: bool = True) -> Case:
     """exact: in float64 if the backend can."""
-    flags = (MODES | HYBRID)[mode]
+    flags = (MODES | REPLICAS)[mode]
     lane = "fp64" if exact and ("fsdp2" in flags or "ddp" in flags) else "fp32"
     precision = "--params_dtype fp64 " if lane == "fp64" else ""
     return Case(ranks, f"--pp_microbatches 4 {flags}{precision}{layout}", MODEL + model, lane)
@@ -28,7 +28,7 @@ def test_two_ranks(case, parity):
     parity(case)
 
 
-@cells(*(cell(mode, 4, EP + TP) for mode in MODES), *(cell(mode, 4, EP) for mode in HYBRID))
+@cells(*(cell(mode, 4, EP + TP) for mode in MODES), *(cell(mode, 4, EP) for mode in REPLICAS))
 def test_spread_and_cut(case, parity):
     """Each half of half of the experts; experts over a mesh of their own with replicas."""
     parity(case)

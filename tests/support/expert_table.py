@@ -13,7 +13,7 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import both_references, own_part, problems_with
 from tests.support.engines import Calls, in_calls
 from tests.support.megatron_loop import Loop, loop_gradient
-from tests.support.parity import Case, Gradient, gradient
+from tests.support.parity import REPLICAS, SYNC_MODES, Case, Gradient, gradient
 
 MODEL = (
     "--num_layers 4 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
@@ -24,20 +24,7 @@ SIDE = {
     "aux and z": "--moe_router_load_balancing_type aux_loss --moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 ",
     "seq_aux": "--moe_router_load_balancing_type seq_aux_loss --moe_aux_loss_coeff 0.1 ",
 }
-MODES = {
-    "ZeRO-1": "--zero_stage 1 ",
-    "ZeRO-2": "--zero_stage 2 ",
-    "ZeRO-3 resident": "",
-    "ZeRO-3 streaming": "--sync streaming ",
-    "FSDP2 resident": "--backend fsdp2 ",
-    "FSDP2 streaming": "--backend fsdp2 --sync streaming ",
-    "Megatron": "--backend megatron ",
-    "DDP": "--backend ddp ",
-}
-HYBRID = {
-    "HSDP resident": "--backend fsdp2 --data_parallel_replicas 2 ",
-    "HSDP streaming": "--backend fsdp2 --data_parallel_replicas 2 --sync streaming ",
-}
+MODES = {"ZeRO-1": "--zero_stage 1 ", "ZeRO-2": "--zero_stage 2 "} | SYNC_MODES
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 WHOLE = TP + "--expert_tensor_parallel_size 1 "
@@ -87,7 +74,7 @@ def _cell(mode: str, schedule: str, spread: str, flags: str, ranks: int, turn: I
     side, norm, door = next(turn)
     stage = ranks // (2 if schedule else 1)
     shared = (2 if TP in flags else 1) * (2 if CP in flags else 1)
-    backend = (MODES | HYBRID)[mode]
+    backend = (MODES | REPLICAS)[mode]
     late = door == "loop"  # N comes last: the router rounds its scores to FP32, and a side loss cannot wait for N
     # Megatron sums balancing losses of ranks that share a micro-batch in FP32.
     exact = ("fsdp2" in backend or "ddp" in backend) and not late and (side == "none" or shared == 1)
@@ -106,7 +93,7 @@ def table() -> list[Cell]:
     turn = cycle([(side, norm, door) for norm in ("token", "microbatch") for side in SIDE for door in DOORS])
     small = [(m, s, name, flags, 4) for m in MODES for s in SCHEDULES for name, flags in SMALL.items()]
     large = [(m, s, name, flags, 8) for m in MODES for s in SCHEDULES for name, flags in LARGE.items()]
-    hybrid = [(m, s, name, flags, 8) for m in HYBRID for s in SCHEDULES for name, flags in REPLICATED.items()]
+    hybrid = [(m, s, name, flags, 8) for m in REPLICAS for s in SCHEDULES for name, flags in REPLICATED.items()]
     # Every other one of the large ones: half of the table's time.
     return [_cell(*each, turn) for each in (*small, *large[::2], *hybrid)]
 

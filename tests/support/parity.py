@@ -37,6 +37,19 @@ LOSS_SCALE = 65536.0
 """Loss scale of the FP16 lane, in the reference process and in megaaccum's default."""
 MASKED_OUT = 5
 """The sequence whose tokens are all masked."""
+SYNC_MODES = {
+    "ZeRO-3 resident": "",
+    "ZeRO-3 streaming": "--sync streaming ",
+    "FSDP2 resident": "--backend fsdp2 ",
+    "FSDP2 streaming": "--backend fsdp2 --sync streaming ",
+    "Megatron": "--backend megatron ",
+    "DDP": "--backend ddp ",
+}
+REPLICAS = {
+    "HSDP resident": "--backend fsdp2 --data_parallel_replicas 2 ",
+    "HSDP streaming": "--backend fsdp2 --data_parallel_replicas 2 --sync streaming ",
+}
+"""2 x 2 data-parallel ranks."""
 
 
 def merged(*texts: str) -> list[str]:
