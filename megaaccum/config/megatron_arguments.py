@@ -108,6 +108,35 @@ def distributed_optimizer(args: Any, *, offload: bool) -> tuple[dict[str, object
     return {"backend": "megatron"}, ""
 
 
+MUON = (
+    "muon_momentum", "muon_split_qkv", "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
+    "muon_coefficient_type", "muon_num_ns_steps", "muon_extra_scale_factor",
+)  # fmt: skip
+"""Arguments of Muon, which have the names of their keys."""
+
+
+def optimizer_of(args: Any, written: Mapping[str, str]) -> tuple[str, list[str], list[str]]:
+    """(the key `optimizer`, notes, problems): AdamW or Muon, of which only the mode that orthogonalises whole matrices
+    is Muon in every layout. written: arguments as they stand on the command line, by destination."""
+    tp, problems, notes = args.tensor_model_parallel_size, [], []
+    if args.optimizer == "adam":
+        return "adam", [], []
+    if args.optimizer not in ("muon", "dist_muon"):
+        return "adam", [], [f"{written['optimizer']}: write adam (AdamW) or muon."]
+    if "muon_tp_mode" in written and args.muon_tp_mode == "blockwise" and tp > 1:
+        problems.append(
+            f"{written['muon_tp_mode']}: it orthogonalises each of {tp} blocks of a matrix, another optimizer for"
+            " each tensor-parallel size; write --muon-tp-mode duplicated, which is the whole matrix."
+        )
+    elif tp > 1 and args.muon_tp_mode == "blockwise":
+        notes.append(
+            "--optimizer muon: whole matrices (--muon-tp-mode duplicated); Megatron's default cuts them into blocks."
+        )
+    if args.muon_scalar_optimizer != "adam":
+        problems.append(f"{written['muon_scalar_optimizer']}: write adam, which steps the others here.")
+    return "muon", notes, problems
+
+
 ORDER_OF_COLLECTIVES = (
     "--deterministic-mode: at ZeRO-1 and -2 with the optimizer in host memory or BF16 messages, sums over ranks are in"
     " the order of the collectives, so a run repeats up to rounding."

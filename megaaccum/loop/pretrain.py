@@ -13,11 +13,13 @@ from megatron.core.utils import unwrap_model
 from megaaccum.config import Plan
 from megaaccum.config.megatron_arguments import (
     LOSS_SCALE,
+    MUON,
     NO_EFFECT_ON_SCALE,
     ORDER_OF_COLLECTIVES,
     distributed_optimizer,
     lists_in_loop,
     loss_scale_keys,
+    optimizer_of,
     repeats_to_the_bit,
 )
 from megaaccum.distributed.agreement import printed_once
@@ -93,8 +95,11 @@ HONOURED = (
 """Arguments that are keys of the plan under the same name."""
 
 TRANSLATED = frozenset(
-    {*LOSS_SCALE, "use_distributed_optimizer", "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode"}
-)
+    {
+        *LOSS_SCALE, *MUON, "optimizer", "muon_tp_mode", "muon_scalar_optimizer", "use_distributed_optimizer",
+        "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode",
+    }
+)  # fmt: skip
 """Arguments that set keys of other names, or that have an effect with another one alone."""
 
 
@@ -113,10 +118,13 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     Raises ConfigError."""
     flags = megatron_training.flags_of_run(args)
     rows = [(row, ", ".join(flags[name] for name in row.names if name in flags)) for row in lists_in_loop()]
-    if problems := [row.text(shown) for row, shown in rows if shown and row.loop == "refuse"]:
+    chosen, notes, problems = optimizer_of(args, flags)
+    problems += [row.text(shown) for row, shown in rows if shown and row.loop == "refuse"]
+    if problems:
         raise printed_once(ConfigError(problems))
-    notes = [row.text(shown) for row, shown in rows if shown and row.loop == "note"]
+    notes += [row.text(shown) for row, shown in rows if shown and row.loop == "note"]
     values = {name: getattr(args, name) for name in HONOURED} | _translated(args, flags, keys, notes)
+    values["optimizer"] = {"optimizer": chosen}  # a section has the key's name
     plan = Plan.of(
         batch={name: values.pop(name) for name in ("micro_batch_size", "seq_length", "global_batch_size")},
         **(values | dict(keys)),
@@ -131,9 +139,16 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
     if idle:
         notes.append(f"{', '.join(idle)}: {NO_EFFECT_ON_SCALE[args.fp16]}.")
     values: dict[str, Any] = {name: getattr(args, name) for name in acting}
+    if args.optimizer != "adam":
+        # Megatron orthogonalises gate and up projection as one matrix.
+        values |= {name: getattr(args, name) for name in MUON} | {"muon_split_gated": False}
+    elif unused := [text for name, text in flags.items() if name.startswith("muon_")]:
+        notes.append(f"{', '.join(unused)}: no effect without --optimizer muon.")
     values |= {"grad_reduce_dtype": "bf16"} if args.grad_reduce_in_bf16 else {}
     values |= {"offload_optimizer": "cpu"} if args.optimizer_cpu_offload else {}
-    if args.use_distributed_optimizer and not {"backend", "zero_stage"} & keys.keys():
+    # Megatron moves --use-distributed-optimizer to the other argument where the optimizer is Muon.
+    shards_state = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    if shards_state and not {"backend", "zero_stage"} & keys.keys():
         chosen, note = distributed_optimizer(args, offload=bool(args.optimizer_cpu_offload))
         values |= chosen
         notes += [f"--use-distributed-optimizer: {note}"] if note else []

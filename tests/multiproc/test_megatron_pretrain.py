@@ -88,6 +88,7 @@ OPTIMIZERS = {
     "decoupled lr": MATRICES + "--decoupled-lr 3e-2 --decoupled-min-lr 1e-3 ",
     "dynamic loss scale": "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 2 --hysteresis 1 ",
     "fixed loss scale": "--fp16 --loss-scale 512 ",
+    "muon": MATRICES + "--position-embedding-type rope --no-rope-fusion --optimizer muon --muon-fp32-matmul-prec high ",
 }
 
 
@@ -109,3 +110,11 @@ def test_the_loss_scale_is_megatrons(optimized, name):
     assert ours == theirs
     assert len(set(ours)) == (4 if name.startswith("dynamic") else 1)
     assert losses(optimized[name, True]) == pytest.approx(losses(optimized[name, False]), rel=1e-3)
+
+
+def test_muon_is_megatrons(optimized):
+    """Printed losses and norms agree with Megatron's Muon, whose matrices are whole at one tensor-parallel rank."""
+    ours, theirs = (numbers(optimized["muon", each]) for each in (True, False))
+    assert len(ours) == 20
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert losses(optimized["muon", True]) != pytest.approx(losses(optimized["decoupled lr", True]), rel=1e-3)

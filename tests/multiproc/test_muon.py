@@ -22,9 +22,11 @@ CELLS = [
     cell("ZeRO-3 streaming", "pp 2 V"),
     cell("fsdp2", "tp 2"),
     cell("HSDP", "dp 4"),
+    cell("HSDP", "ep 2"),
     cell("megatron", "ga 4"),
     cell("ddp", "frozen", "fp64"),
 ]
+INF = float("inf")
 TWO_LAYERS = FLAGS.replace("--num_layers 4", "--num_layers 2")
 
 
@@ -36,14 +38,14 @@ def test_one_cell_per_backend():
 # --- the transaction --------------------------------------------------------------------------------------------------
 
 
-def with_a_bad_step(case: Case) -> tuple[bool, list[str], list[str], int]:
-    """(whether the third step is skipped; what differs after it; what differs after the fourth from a run that never
-    saw the third; Newton-Schulz iterations of the skipped step)."""
+def with_a_bad_step(case: Case, value: float) -> tuple[bool, list[str], list[str], int]:
+    """A run with `value` in a gradient of its third step: (whether that is skipped; what differs after it; what differs
+    after the fourth from a run that never saw the third; Newton-Schulz iterations of the skipped step)."""
     rig, clean = Rig.of(case), None
     for step in range(2):
         rig.train(step=step, first=8 * step)
     before, calls = state_of(rig.backend), rig.backend.matrices.num_calls
-    with injected([Fault(1, 0)], rig.chunks):
+    with injected([Fault(1, 0, value)], rig.chunks):
         skipped = rig.train(step=2, first=16).skipped
     moved, calls = differences(before, state_of(rig.backend)), rig.backend.matrices.num_calls - calls
     rig.train(step=3, first=24)
@@ -55,17 +57,54 @@ def with_a_bad_step(case: Case) -> tuple[bool, list[str], list[str], int]:
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "value"),
     [
-        Case(2, "--zero_stage 3 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS),
-        Case(2, "--backend fsdp2 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS, "bf16"),
-        Case(2, "--zero_stage 1 --grad_accum_steps 4 --loss_scale 256 --nonfinite skip", TWO_LAYERS, "fp16"),
+        (Case(2, "--zero_stage 3 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS), INF),
+        (Case(2, "--backend fsdp2 --grad_accum_steps 4 --nonfinite skip", TWO_LAYERS, "bf16"), INF),
+        (Case(2, "--zero_stage 1 --grad_accum_steps 4 --loss_scale 256 --nonfinite skip", TWO_LAYERS, "fp16"), INF),
+        (
+            Case(
+                2,
+                "--zero_stage 3 --grad_accum_steps 4 --initial_loss_scale 256 --hysteresis 2",
+                TWO_LAYERS,
+                "fp16",
+            ),
+            INF,
+        ),
+        (
+            Case(2, "--backend ddp --grad_accum_steps 4 --grad_norm_guard skip --grad_norm_guard_window 2", TWO_LAYERS),
+            1e6,
+        ),
     ],
     ids=str,
 )
-def test_a_skipped_step_leaves_momenta_and_weights(case):
-    for found in run_ranks(with_a_bad_step, 2, case, timeout=120):
+def test_a_skipped_step_leaves_momenta_and_weights(case, value):
+    for found in run_ranks(with_a_bad_step, 2, case, value, timeout=120):
         assert found == (True, [], [], 0)
+
+
+def with_zeroed_elements(cases: list[Case]) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """(elements of gradients set to 0 in the second step, the state after the third) of each case."""
+    found = []
+    for case in cases:
+        rig, zeroed = Rig.of(case), 0
+        for step in range(3):
+            with injected([Fault(1, 0)] if step == 1 else [], rig.chunks):
+                zeroed += rig.train(step=step, first=8 * step).sanitized
+        found.append((zeroed, trained(rig).tensors))
+    return found
+
+
+def test_a_gradient_with_zeroed_elements_is_orthogonalised_alike_everywhere():
+    layouts = ("--backend ddp", "--zero_stage 3", "--backend fsdp2", "--backend megatron")
+    cases = [Case(2, f"{layout} --grad_accum_steps 4 --nonfinite zero", TWO_LAYERS) for layout in layouts]
+    by_case = list(zip(*run_ranks(with_zeroed_elements, 2, cases, timeout=120), strict=True))
+    states = [{name: part for _, tensors in ranks for name, part in tensors.items()} for ranks in by_case]
+    for case, ranks, state in zip(cases, by_case, states, strict=True):
+        assert len({zeroed for zeroed, _ in ranks}) == 1 and ranks[0][0] > 0, case
+        for name, part in state.items():
+            assert torch.isfinite(part).all(), (case, name)
+            assert float((part - states[0][name]).norm()) <= 1e-6 * float(part.norm()), (case, name)
 
 
 def test_one_digest_over_layouts():

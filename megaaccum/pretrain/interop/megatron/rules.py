@@ -15,6 +15,7 @@ from megaaccum.config.megatron_arguments import (
     ORDER_OF_COLLECTIVES,
     distributed_optimizer,
     loss_scale_keys,
+    optimizer_of,
     repeats_to_the_bit,
 )
 from megaaccum.config.schema import BatchConfig, Config
@@ -122,26 +123,12 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
 
 
 def _optimizer(given: ParsedFlags, reading: Reading) -> None:
-    """Set AdamW or Muon, of which only the mode that orthogonalises whole matrices is Muon in every layout."""
-    args, tp = given.args, given.args.tensor_model_parallel_size
-    if args.optimizer in ("adam", "muon", "dist_muon"):
-        if given.has("optimizer"):
-            reading.put("optimizer", args.optimizer.removeprefix("dist_"), given, "optimizer")
-    else:
-        reading.problems.append(f"{given.written['optimizer']}: write adam (AdamW) or muon.")
-    if args.optimizer not in ("muon", "dist_muon"):
-        return
-    if given.has("muon_tp_mode") and args.muon_tp_mode == "blockwise" and tp > 1:
-        reading.problems.append(
-            f"{given.written['muon_tp_mode']}: it orthogonalises each of {tp} blocks of a matrix, another optimizer for"
-            " each tensor-parallel size; write --muon-tp-mode duplicated, which is the whole matrix."
-        )
-    elif tp > 1 and args.muon_tp_mode == "blockwise":
-        reading.notes.append(
-            "--optimizer muon: whole matrices (--muon-tp-mode duplicated); Megatron's default cuts them into blocks."
-        )
-    if args.muon_scalar_optimizer != "adam":
-        reading.problems.append(f"{given.written['muon_scalar_optimizer']}: write adam, which steps the others here.")
+    """Set AdamW or Muon."""
+    chosen, notes, problems = optimizer_of(given.args, given.written)
+    if given.has("optimizer") and not problems:
+        reading.put("optimizer", chosen, given, "optimizer")
+    reading.notes += notes
+    reading.problems += problems
 
 
 def _experts(given: ParsedFlags, reading: Reading) -> None:

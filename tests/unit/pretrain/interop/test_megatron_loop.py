@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_arguments import lists_in_loop
+from megaaccum.config.megatron_arguments import lists_in_loop, optimizer_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.pretrain import HONOURED, TRANSLATED, plan_of, verdict_of
 from megaaccum.pretrain.interop.megatron import parser
@@ -69,6 +69,18 @@ def test_the_distributed_optimizer_stays_megatrons_and_keys_outrank_it():
     given = args(use_distributed_optimizer=True)
     assert plan_of(given, {}).config.sharding.backend == "megatron"
     assert plan_of(given, {"backend": "fsdp2"}).config.sharding.backend == "fsdp2"
+
+
+def test_muon_in_blocks_and_other_optimizers_are_refused():
+    muon = args(optimizer="muon", tensor_model_parallel_size=2)
+    assert muon.muon_tp_mode == "blockwise"
+    assert optimizer_of(muon, {})[0] == "muon" and "whole matrices" in optimizer_of(muon, {})[1][0]
+    written = {"muon_tp_mode": "--muon-tp-mode blockwise", "muon_scalar_optimizer": "--muon-scalar-optimizer lion"}
+    muon.muon_scalar_optimizer = "lion"
+    in_blocks, scalars = optimizer_of(muon, written)[2]
+    assert "write --muon-tp-mode duplicated" in in_blocks and "--muon-scalar-optimizer lion: write adam" in scalars
+    with pytest.raises(ConfigError, match=r"lion: write adam \(AdamW\) or muon"):
+        plan_of(args(optimizer="lion"), {})
 
 
 # --- every argument of Megatron's -----------------------------------------------------------------------------------
@@ -130,6 +142,12 @@ def test_what_configures_the_objects_that_are_replaced_is_not_left_to_megatron()
         ("--fp16 --use-distributed-optimizer", {"backend": "deepspeed", "zero_stage": 1}),
         ("--num-experts 8 --expert-tensor-parallel-size 1", {"num_experts": 8, "expert_tensor_parallel_size": 1}),
         ("--deterministic-mode", {"deterministic": True}),
+        ("--optimizer muon --muon-momentum 0.8 --muon-no-split-qkv --muon-nesterov --muon-scale-mode unit_rms_norm",
+         {"optimizer": "muon", "muon_momentum": 0.8, "muon_split_qkv": False, "muon_nesterov": True,
+          "muon_scale_mode": "unit_rms_norm", "muon_split_gated": False}),
+        ("--optimizer muon --muon-coefficient-type polar_express --muon-num-ns-steps 7 --muon-extra-scale-factor 0.2",
+         {"muon_coefficient_type": "polar_express", "muon_num_ns_steps": 7, "muon_extra_scale_factor": 0.2,
+          "muon_momentum": 0.9}),
     ],
 )  # fmt: skip
 def test_the_optimizer_is_configured_as_megatrons(text, facts):
