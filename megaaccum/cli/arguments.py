@@ -134,7 +134,9 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def smallest_world(config: Config) -> int:
-    """The smallest number of ranks that tp, cp, pp and the experts' layout allow."""
+    """The ranks that the file was made for, else the smallest number that tp, cp, pp and the experts' layout allow."""
+    if config.run.world_size is not None:
+        return config.run.world_size
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     smallest = tp * parallel.context_parallel_size * pp

@@ -28,6 +28,8 @@ from megaaccum.schedule import Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.build import by_executor, entry
 from megaaccum.schedule.overlap import seconds_without_barrier
 
+MOST_COMMON = 80e9
+"""Bytes beyond which `check` says which GPUs have that many: nothing says where the run will be."""
 _DESCRIPTION = """\
 Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
 derived. Or print every error in it at once, with exit code 2. Any key may be overridden, as in --dbs 4 --bf16."""
@@ -87,8 +89,8 @@ def describe(
     """The plan as text. Starts no process group; imports torch only where Megatron's flags are to be read.
 
     The world size is `world_size`, else the slots of `hostfile`, else a recorded launcher's, else the environment's
-    WORLD_SIZE, else nproc_per_node, else what the batch of the DeepSpeed JSON tells, else the smallest that the layout
-    allows.
+    WORLD_SIZE, else the key world_size, else nproc_per_node, else what the batch of the DeepSpeed JSON tells, else the
+    smallest that the layout allows.
 
     Raises:
         ConfigError: every error of reading and of resolving, together.
@@ -135,8 +137,9 @@ def _world_size(
         if not environ["WORLD_SIZE"].isdecimal():
             raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")
         return int(environ["WORLD_SIZE"]), "WORLD_SIZE in the environment"
-    if config.run.nproc_per_node is not None:
-        return config.run.nproc_per_node, "nproc_per_node"
+    for name in ("world_size", "nproc_per_node"):
+        if (ranks := getattr(config.run, name)) is not None:
+            return ranks, name
     smallest = smallest_world(config)
     if (told := ranks_told(config)) > 1:
         return (
@@ -417,6 +420,8 @@ def _policies(plan: Plan) -> list[str]:
         moved, held, *kinds, rest = cells
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
         lines.append(f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
+        if mark and row.held > MOST_COMMON:
+            lines.append(f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}")
     return lines
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
-from megaaccum.config import precision
+from megaaccum.config import Config, precision
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.cut import cut_of
-from megaaccum.lab.planner.hardware import Hardware, load_hardware
+from megaaccum.lab.planner.hardware import Hardware, load_hardware, names
 from megaaccum.lab.planner.search import Ranked, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import make_workload
@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
     args, source = read_source(argv).parse(_parser())
-    world_size, per_node = _gpus(args)
-    hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
     config = source.loaded_config()
+    world_size, per_node = _gpus(args, config)
+    hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
     if not precision.is_given(config):
         layout_config.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
@@ -57,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    usage = "megaaccum plan CONFIG (--hostfile F | --gpus N) --gpu NAME [options] [--key value ...]"
+    usage = "megaaccum plan CONFIG [--hostfile F | --gpus N] [--gpu NAME] [options] [--key value ...]"
     parser = command_parser("plan", usage, _DESCRIPTION)
     add_search_flags(parser)
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: the file's world_size)")
     group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help="kind of GPU, such as h100 (default)")
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(names())} (default h100)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: the hardware's)")
     parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
     for axis in ("tp", "pp", "cp"):
@@ -79,10 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _gpus(args: argparse.Namespace) -> tuple[int, int | None]:
+def _gpus(args: argparse.Namespace, config: Config) -> tuple[int, int | None]:
     """(GPUs in all, GPUs of a node if that is said)."""
     if args.hostfile is None:
-        return args.gpus, args.gpus_per_node
+        known = config.run.world_size or config.run.nproc_per_node or 0
+        return known if args.gpus is None else args.gpus, args.gpus_per_node
     slots = read_hostfile(args.hostfile)
     if len(set(slots.values())) > 1:
         raise ConfigError(

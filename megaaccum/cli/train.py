@@ -91,6 +91,11 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     check_files(config)  # first: to count GPUs imports torch
     _announce(config.run.nproc_per_node)
     nproc = config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
+    if config.run.world_size not in (None, nproc):
+        raise ConfigError(
+            f"the configuration is made for {config.run.world_size} ranks (world_size), and {nproc} would start on this"
+            f" machine: start it on all hosts with their launcher, or set world_size to {nproc}."
+        )
     check_folders(configuration.resolve(config, world_size=nproc).config)
     return local.launch_local(
         list(argv),

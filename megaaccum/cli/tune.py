@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megaaccum.cli.arguments import Source, add_search_flags, command_parser, read_source, smallest_world
-from megaaccum.config import Config, resolve
+from megaaccum.config import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.fallbacks import KNOBS, MEASURED, Candidate, Fallbacks, Outcome
-from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, slowed
+from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, names, slowed
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import STEPS, Results, Trials, candidates_of
 from megaaccum.lab.planner.why_not import parse_axes
@@ -46,8 +46,6 @@ def main(argv: Sequence[str]) -> int:
     args, source = _parse(argv)
     config = source.loaded_config()
     world_size = _world_size(args, config)
-    if config.batch.global_batch_size is None:  # what the layouts divide
-        layout_config.put(config, {"global_batch_size": resolve(config, world_size=world_size).batch.global_batch_size})
     hardware = _hardware(args)
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
@@ -88,7 +86,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=int, metavar="N", help="ranks of this machine (default: its GPUs)")
     where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
-    add("--gpu", metavar="NAME", help="kind of GPU that the planner ranks for (default: the one that is found)")
+    add("--gpu", metavar="NAME", help=f"{', '.join(names())} (default: the GPU that is found)")
     add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
     add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
     add("--rounds", type=int, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")

@@ -25,7 +25,7 @@ REPLACED = {"core_metric_every": "text_comparisons_every"}
 MEANT = REPLACED | {
     "warmup_steps": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
     "epochs": "train_iters", "num_epochs": "train_iters", "num_train_epochs": "train_iters", "num_steps": "train_iters",
-    "batch_size": "micro_batch_size", "world_size": "nproc_per_node", "num_gpus": "nproc_per_node",
+    "batch_size": "micro_batch_size", "num_gpus": "nproc_per_node",
     "context_length": "seq_length", "block_size": "seq_length",
 }  # fmt: skip
 """Names of other programs that mean nearly the same as a key; the spelling alone would lead elsewhere."""

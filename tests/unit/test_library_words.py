@@ -29,7 +29,7 @@ def test_a_plan_and_a_verdict_print_in_a_few_lines():
     assert fits(f"{verdict}", 3) and "Cannot be verified because its loss depends" in f"{verdict}"
 
 
-NEAR = {"warmup_steps": "lr_warmup_iters", "epochs": "train_iters", "world-size": "nproc_per_node"}
+NEAR = {"warmup_steps": "lr_warmup_iters", "epochs": "train_iters", "num-gpus": "nproc_per_node"}
 
 
 @pytest.mark.parametrize("name", NEAR)

@@ -298,5 +298,8 @@ class RunConfig:
     kernels are compiled and ranks connect, may take nine tenths of distributed_timeout_minutes."""
     num_threads: Annotated[int | None, Facts(at_least=1, per_host=True)] = None
     """CPU threads per rank in the CPU lane; default: cores / local ranks."""
+    world_size: Annotated[int | None, Facts(at_least=1, planned=True, per_host=True)] = None
+    """Ranks over all hosts that the file was made for: the default of `check` and `plan`, and of `megaaccum train` on a
+    machine without GPUs. A launcher decides how many there are."""
     nproc_per_node: Annotated[int | None, Facts(at_least=1, planned=True, per_host=True)] = None
     """Local ranks that `megaaccum train` starts; default: the GPUs, or tp * cp * pp on a machine without."""

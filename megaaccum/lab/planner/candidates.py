@@ -53,6 +53,9 @@ class Candidates:
     zero_stage: int = 3
     fused_attention: bool = True
     """Attention keeps no scores, and can be cut along the sequence."""
+    least_fill: int = 2
+    """Micro-batches of a flush per pipeline rank, at least; 1 with allow_underfilled_pipeline: with fewer than ranks,
+    a shorter pipeline does the same."""
     limits: Limits = field(default_factory=Limits)
 
     def layouts(self) -> Layouts:
@@ -154,7 +157,9 @@ class Candidates:
             if micro > LARGEST_MICRO_BATCH or not self.limits.allows("mbs", micro):
                 continue
             count = per_rank // micro
-            if pp > 1 and (count < 2 * pp or (name == "interleaved" and any(interleaved_problems(count, pp, pp)))):
+            if pp > 1 and (
+                count < self.least_fill * pp or (name == "interleaved" and any(interleaved_problems(count, pp, pp)))
+            ):
                 continue
             for chunks in self._device_batches(count, pp, micro):
                 if self.limits.allows("ga", count // chunks):
@@ -168,7 +173,7 @@ class Candidates:
         if "ga" in self.limits.fixed:
             steps = int(self.limits.fixed["ga"])
             return [count // steps] if count % steps == 0 else []
-        return [next(n for n in divisors(count) if n >= (2 * pp if pp > 1 else 1))]
+        return [next(n for n in divisors(count) if n >= min(count, 2 * pp if pp > 1 else 1))]
 
     # --- when there is none ----------------------------------------------------------------------------------------
 
@@ -185,9 +190,9 @@ class Candidates:
                 f" {self.world_size} GPUs allow ({_some(fitting)}): set it to {either(sorted(near[:2]))}."
             )
         return (
-            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the 2 * pp"
-            f" micro-batches that a pipeline of pp ranks needs, and keeps {self._told()}: raise global_batch_size, or"
-            " leave one of these open."
+            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the"
+            f" {'2 * ' if self.least_fill > 1 else ''}pp micro-batches that a pipeline of pp ranks needs, and keeps"
+            f" {self._told()}: raise global_batch_size, or leave one of these open."
         )
 
     def _no_grid(self) -> str:

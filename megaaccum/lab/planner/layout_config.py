@@ -35,6 +35,7 @@ def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
         global_batch_size=workload.global_batch_size,
         zero_stage=at["zero"],
         sync=at["sync"],
+        world_size=workload.world_size,
     )
     if workload.model.num_experts is not None:
         keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
@@ -106,8 +107,8 @@ def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
 
 
 def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
-    """Write one layout's configuration, with the number of ranks and `comment` in the first lines. at: as
-    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
+    """Write one layout's configuration, with `comment` in the first line. at: as `planned_keys` takes it;
+    `stages`, in Megatron's notation, replaces the even split of the layers.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).
@@ -116,7 +117,7 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -
     checked(workload, at)
     text = yaml.safe_dump(as_sections(planned_config(workload, at)), sort_keys=False, allow_unicode=True, width=100)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# world_size: {workload.world_size}\n# {comment}\n{text}", encoding="utf-8")
+    path.write_text(f"# {comment}\n{text}", encoding="utf-8")
 
 
 def as_sections(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import footprint
 from megaaccum.lab.planner.footprint import Moved, ShardingMode
-from megaaccum.lab.planner.hardware import usual_usage
+from megaaccum.lab.planner.hardware import load_hardware, names, usual_usage
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
 from megaaccum.lab.planner.memory import Memory, MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
@@ -230,8 +230,17 @@ def _remedy(forecast: Forecast, limit: Limit) -> str:
     return (
         f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
         " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
-        f" there is, at least {smallest.held / GIB:.3g}."
+        f" there is, at least {smallest.held / GIB:.3g}: {gpus_with(smallest.held)}."
     )
+
+
+def gpus_with(num_bytes: float) -> str:
+    """The GPUs of the hardware table that have this much memory, or that there is none."""
+    sizes = {name: load_hardware(name).hbm_bytes for name in names()}
+    if enough := [name for name, size in sizes.items() if size >= num_bytes]:
+        return f"of the known GPUs {', '.join(enough)} {'have' if len(enough) > 1 else 'has'} that"
+    largest = max(sizes, key=lambda name: sizes[name])
+    return f"no known GPU has that, the largest is {largest} with {sizes[largest] / GIB:.0f} GiB"
 
 
 def _is_legal(plan: Plan, mode: ShardingMode) -> bool:

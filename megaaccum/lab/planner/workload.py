@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megaaccum.config import resolve
 from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.units import GIB
 
 FP8_WEIGHTS = 2.0
 """Bytes per matrix element of weights in FP8: one copy for the forward, and a transposed one for the backward
@@ -66,6 +68,7 @@ class Workload:
             zero_stage=self.sharding.zero_stage,
             limits=limits,
             fused_attention=self.layers.fused_attention,
+            least_fill=1 if self.config.batch.allow_underfilled_pipeline else 2,
         )
 
     def memory_model(self) -> MemoryModel:
@@ -98,12 +101,14 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
     """The workload of a configuration that was read.
 
     Raises:
-        ConfigError: the model's shape, the vocabulary or global_batch_size is missing.
+        ConfigError: the model's shape, the vocabulary or global_batch_size is missing, or nothing divides.
     """
     settled = copy.deepcopy(config)
     problems: list[str] = []
     derive(settled, [])
-    model, batch = settled.model, settled.batch.global_batch_size
+    if config.sharding.memory_gib is not None:
+        hardware = replace(hardware, hbm_bytes=config.sharding.memory_gib * GIB)
+    model, batch = settled.model, settled.batch.global_batch_size or _batch_of(config, world_size)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(model, name) < 1:
             problems.append(f"{name} is required to plan; add it to the file, or give --{name} on the command line.")
@@ -113,10 +118,11 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
             " --global_batch_size on the command line (tokens per step / seq_length)."
         )
     if world_size < 1:
-        problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile.")
+        problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile, or the key world_size.")
     if problems:
         raise ConfigError(problems)
     assert batch is not None
+    config = replace(config, batch=replace(config.batch, global_batch_size=batch))
     return Workload(
         config=config,
         model=model,
@@ -126,6 +132,18 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         hardware=hardware,
         global_batch_size=batch,
     )
+
+
+def _batch_of(config: Config, world_size: int) -> int | None:
+    """The sequences of a step that follow from other keys of the batch at the file's own layout; None if none is
+    given. Raises ConfigError if they contradict each other."""
+    keys = config.batch
+    is_given = keys.micro_batch_size or keys.device_batch_size or keys.pp_microbatches or keys.grad_accum_steps
+    if not is_given or world_size < 1:
+        return None
+    run = replace(config.run, train_iters=config.run.train_iters or 1)  # a plan needs no length and no learning rate
+    optimizer = replace(config.optimizer, lr=config.optimizer.lr or 1.0)
+    return resolve(replace(config, run=run, optimizer=optimizer), world_size=world_size).batch.global_batch_size
 
 
 def vocabulary(config: Config) -> int:

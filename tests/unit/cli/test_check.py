@@ -148,12 +148,24 @@ def test_the_world_size_comes_from_the_nearest_source(
     hosts.write_text("a slots=4\nb slots=4\n")
     assert "world_size 2 (the smallest" in check.run(run_yaml)
     assert "world_size 4 (nproc_per_node)" in check.run(run_yaml, ["--nproc_per_node", "4"])
+    assert "world_size 8 (world_size)" in check.run(run_yaml, ["--world_size", "8", "--nproc_per_node", "4"])
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "world_size 4 (WORLD_SIZE in the environment)" in check.run(run_yaml, ["--nproc_per_node", "2"])
     assert "world_size 8 (2 hosts of" in check.run(run_yaml, hostfile=hosts)
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE in the environment is 'many'"):
         check.run(run_yaml)
+
+
+def test_memory_that_few_or_no_gpus_have_is_told() -> None:
+    config = str(Path(TINY).with_name("llama3_405b.yaml"))
+    told = "more than an 80 GB GPU has: of the known GPUs h200, b200,"
+    assert told in check.run(config, world_size=128)
+    assert "80 GB" not in check.run(str(Path(TINY).with_name("llama3_8b.yaml")), world_size=128)
+    with pytest.raises(ConfigError, match=r"memory_gib to what there is, at least \d+: of the known GPUs h200,"):
+        check.run(config, ["--memory_gib", "80"], world_size=128)
+    with pytest.raises(ConfigError, match=r"at least \d+: no known GPU has that, the largest is \w+ with \d+ GiB"):
+        check.run(config, ["--memory_gib", "80", "--micro_batch_size", "8"], world_size=128)
 
 
 def test_a_hostfile_and_a_world_size_exclude_each_other(run_yaml: str) -> None:

@@ -72,6 +72,31 @@ def test_write_gives_a_configuration(capsys: pytest.CaptureFixture[str], tmp_pat
     assert resolve(load(out), world_size=64).layout.world_size == 64
 
 
+def test_what_plan_writes_check_accepts_and_plan_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without being told the number of GPUs: it is a key of the file."""
+    out = tmp_path / "out.yaml"
+    run(capsys, *PLAN, "--write", str(out))
+    code, text, _ = run(capsys, "check", str(out))
+    assert code == 0
+    assert "world_size 64 (world_size)" in text
+    _, text, _ = run(capsys, "plan", str(out), "--json", "--top", "1")
+    assert json.loads(text)["gpus"] == 64
+
+
+def test_a_file_whose_batch_follows_from_its_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", str(Path(LLAMA).with_name("tiny_cpu.yaml")), "--json", "--top", "1")
+    told = json.loads(out)
+    assert code == 0
+    assert (told["gpus"], told["tokens_per_step"]) == (4, 32 * 128)  # mbs 2 * 4 chunks * 2 steps * dp 2
+
+
+def test_the_help_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "tune"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert {"h100", "b200", "mi300x"} <= set(capsys.readouterr().out.replace(",", " ").split())
+
+
 def test_write_cuts_the_layers_by_their_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, words = tmp_path / "out.yaml", [*PLAN, "--fix", "pp=2,schedule=1f1b", "--write", str(tmp_path / "out.yaml")]
     _, _, err = run(capsys, *words)

@@ -63,6 +63,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "pipeline_model_parallel_layout", "lr_warmup_fraction", "lr_wsd_decay_iters", "train_data_path",
         "valid_data_path", "test_data_path", "tokenizer_model", "max_steps", "load", "load_step", "tensorboard_dir",
         "wandb_project", "csv_dir", "num_threads", "nproc_per_node",
+        "world_size",
         "loss_scale", "muon_scalar_lr", "muon_scalar_weight_decay",
         "decoupled_lr", "decoupled_min_lr", "tokenizer_type", "vocab_file", "merge_file",
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",

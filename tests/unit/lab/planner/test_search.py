@@ -51,6 +51,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "experts": lambda: workload(gpus=64, gpu="b200", **EXPERTS),
     "ends": lambda: workload(gpus=48, num_layers=30, global_batch_size=96 * 4),
     "prediction": lambda: workload(gpus=32, mtp_num_layers=1),
+    "short flushes": lambda: workload(gpus=256, global_batch_size=128, allow_underfilled_pipeline=True),
     "local": lambda: workload(gpus=16, transformer_impl="local", seq_length=2048),
 }
 
@@ -74,9 +75,10 @@ def test_every_emitted_plan_passes_check(name: str) -> None:
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:
     path = tmp_path / "configs" / "out.yaml"
     layout_config.write(ranked.workload, ranked.name_of(3), path, comment="the fourth")
+    assert load(path).run.world_size == 64
     settled = resolve(load(path), world_size=64)
     assert settled.digest() == layout_config.checked(ranked.workload, ranked.name_of(3)).digest()
-    assert path.read_text(encoding="utf-8").startswith("# world_size: 64\n")
+    assert path.read_text(encoding="utf-8").startswith("# the fourth\n")
 
 
 def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
@@ -138,6 +140,22 @@ def test_every_rule_of_the_space(ranked: Ranked) -> None:
     assert (at.device_batch_size * at.grad_accum_steps * at.dp == 512).all()
     assert ((at.pp == 1) | (at.num_microbatches >= 2 * at.pp)).all()
     assert (8192 % (2 * at.cp) == 0).all()
+
+
+def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
+    fixed = Limits(fixed=dict(cp=1, tp=8, pp=16))
+    with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches"):
+        search(workload(gpus=256, global_batch_size=32), fixed)
+    work = workload(gpus=256, global_batch_size=32, allow_underfilled_pipeline=True)
+    found = search(work, fixed)
+    assert set(found.layouts.num_microbatches) == {16}
+    assert not {"dualpipev"} & {found.name_of(index)["schedule"] for index in range(len(found))}
+
+
+def test_memory_gib_is_what_a_layout_has_to_fit_into(ranked: Ranked) -> None:
+    small = search(workload(memory_gib=30.0))
+    assert small.memory.total.max() <= 30 * 2**30 < ranked.memory.total.max()
+    assert len(small) < len(ranked)
 
 
 def test_limits_bound_the_space() -> None:
