@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     for axis in ("tp", "pp", "cp"):
         parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=f"largest {axis}")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+    parser.add_argument("--wide", action="store_true", help="every axis, kind of memory and share of time")
     parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
     parser.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -134,14 +135,14 @@ def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, s
     from rich.console import Console
 
     work = ranked.workload
-    title = (
+    print(
         f"{work.world_size:,} x {hardware.name_of_peak}, {work.tokens_per_step:,} tokens per step, by {args.rank}\n"
-        f"{ranked.num_legal:,} legal layouts, {len(ranked):,} fit; memory in GiB on the most loaded rank; predicted in"
-        f" {seconds:.1f} s"
+        f"{ranked.num_legal:,} legal layouts, {len(ranked):,} fit, {ranked.num_unbeaten:,} unbeaten; {seconds:.1f} s"
     )
-    wide = Console(width=None if sys.stdout.isatty() else 200)
-    wide.print(report.table(ranked, args.top, title=title))
-    print("--explain ROW writes the arithmetic out; --write F --row N makes a configuration of a row.")
+    make, width = (report.wide_table, 200) if args.wide else (report.table, 80)
+    Console(width=None if sys.stdout.isatty() else width).print(make(ranked, args.top))
+    print("GiB of the most loaded rank; * parameters stream; --wide shows every axis.")
+    print("--explain ROW writes the arithmetic out; --write F --row N a configuration.")
     print(printable(f"Figures of {hardware.name}: {hardware.source}"))
 
 

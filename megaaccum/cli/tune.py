@@ -6,7 +6,7 @@ import argparse
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 
 if TYPE_CHECKING:
-    pass
+    from rich.table import Table
 
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
     fallbacks.run(measure, args.knob)
     best = fallbacks.run_again(measure, args.rounds)
-    _report(fallbacks, best, folder)
+    _report(fallbacks, best, folder, report.wide_tuning_table if args.wide else report.tuning_table)
     if best is None:
         tried = len(fallbacks.tried)
         raise ConfigError(f"none of the {tried} layouts that were tried could be measured: see {folder}.")
@@ -93,6 +93,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
     add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="seconds after which a layout is ended (1800)")
+    add("--wide", action="store_true", help="every axis, and bytes, in the table")
     add("--output", metavar="FOLDER", help="results and runs (default: output_dir/tune)")
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
@@ -139,11 +140,11 @@ def _identity(config: Config, world_size: int, trials: Trials) -> dict[str, Any]
 # --- what is printed and written -------------------------------------------------------------------------------------
 
 
-def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path) -> None:
+def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path, table: Callable[..., Table]) -> None:
     from rich.console import Console
 
-    wide = Console(width=None if sys.stdout.isatty() else 200)
-    wide.print(report.tuning_table(fallbacks, best))
+    width = 200 if table is report.wide_tuning_table else 80
+    Console(width=None if sys.stdout.isatty() else width).print(table(fallbacks, best))
     for note in fallbacks.notes:
         print(note)
     for each in fallbacks.tried:

@@ -44,8 +44,9 @@ COMMANDS_FLAGS = {
         "row",
         "profile",
         "even",
+        "wide",
     },
-    "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit"},
+    "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit", "wide"},
     "calibrate": {"like", "output", "layers", "dp"},
     "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
 }

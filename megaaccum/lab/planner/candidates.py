@@ -90,8 +90,10 @@ class Candidates:
         for recompute in self._recomputes():
             if not self.limits.allows("recompute", recompute):
                 continue
+            # Without another rank that shares parameters, streaming is the program that resident is.
+            alone = row["dp"] * row["cp"] == 1 and row["tp"] == row["ep"] * row["etp"]
             for mode in modes(stage):
-                if self.limits.allows("sync", mode):
+                if self.limits.allows("sync", mode) and not (alone and mode == "streaming"):
                     yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
 
     def _recomputes(self) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ class Candidates:
         for tp in self._tensor_sizes():
             for cp in self._context_sizes(tp):
                 for pp in divisors(self.world_size // (tp * cp)):
-                    if self.limits.allows("pp", pp) and pp <= self.model.num_layers + 2:
+                    if self.limits.allows("pp", pp) and pp <= self.model.num_layers + 3:
                         yield tp, cp, pp
 
     def _tensor_sizes(self) -> Iterator[int]:
@@ -245,11 +247,10 @@ def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:
     if name == "none":
         return []
     if is_v_shaped(name):
-        # Embedding and head are on one rank here, so that shorter ends do not balance the ranks.
-        return [2] if num_layers % (2 * pp) == 0 else []
+        return [2] if split_layers(num_layers, 2 * pp) else []
     if name != "interleaved":
         return [1] if split_layers(num_layers, pp) else []
-    most = (num_layers + 2) // pp
+    most = (num_layers + 3) // pp
     return [vpp for vpp in range(2, most + 1) if split_layers(num_layers, pp * vpp)]
 
 

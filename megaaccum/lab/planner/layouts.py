@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,14 @@ class Layouts:
             if len(rows):
                 first = rows[0]
                 yield int(self.schedule[first]), int(self.pp[first]), int(self.vpp[first]), rows
+
+
+def short_name(axes: Mapping[str, Any]) -> str:
+    """The ranks of a layout (`Layouts.axes`) in one word, axes of 1 left out: tp8cp2pp16x8dp64ep64, with model chunks
+    after the pipeline ranks. A star is for parameters that stream."""
+    sizes = {axis: axes[axis] for axis in ("tp", "cp", "pp", "dp", "ep") if axes[axis] > 1}
+    words = [f"{axis}{size}" + f"x{axes['vpp']}" * (axis == "pp" and axes["vpp"] > 1) for axis, size in sizes.items()]
+    return ("".join(words) or "dp1") + "*" * (axes["sync"] == "streaming")
 
 
 _DEFAULTS = dict.fromkeys(

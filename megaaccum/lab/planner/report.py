@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -10,6 +11,7 @@ from rich.table import Table
 from megaaccum.config.batch import BatchPlan
 from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
 from megaaccum.lab.planner.layout_config import checked, planned_keys
+from megaaccum.lab.planner.layouts import short_name
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.pretrain.metrics.flops import step_flops
@@ -42,16 +44,43 @@ def tokens_per_second(ranked: Ranked, index: int) -> float:
     return ranked.workload.tokens_per_step / float(ranked.time.total[index])
 
 
-def table(ranked: Ranked, rows: int, *, title: str) -> Table:
-    """The first `rows` layouts: what they are, GiB by kind, headroom, seconds, bubble, exposed communication, MFU."""
-    out = Table(title=title, title_justify="left", header_style="bold")
+def table(ranked: Ranked, rows: int) -> Table:
+    """The first `rows` of the layouts that no other beats, in 80 columns."""
+    out = _brief("GiB", "s per\nstep", "MFU", "tokens\nper s")
+    for index in range(min(rows, ranked.num_unbeaten)):
+        seconds, speed = ranked.time.total[index], tokens_per_second(ranked, index)
+        out.add_row(
+            *_words(index + 1, ranked.name_of(index)),
+            f"{ranked.memory.total[index] / GIB:.1f}",
+            f"{seconds:.3g}",
+            f"{mfu(ranked, index):.1%}",
+            f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K",
+        )
+    return out
+
+
+def _brief(*figures: str) -> Table:
+    """An empty table of layouts in one word each, with these columns of figures."""
+    out = Table(header_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("#", "layout", "mbs\nx ga", "recompute", "schedule", *figures):
+        out.add_column(name, justify="left" if name in ("layout", "recompute", "schedule", "verdict") else "right")
+    return out
+
+
+def _words(row: int, at: Mapping[str, Any]) -> list[str]:
+    return [str(row), short_name(at), f"{at['mbs']}x{at['ga']}", at["recompute"], at["schedule"]]
+
+
+def wide_table(ranked: Ranked, rows: int) -> Table:
+    """The same rows with all axes, GiB by kind, headroom, seconds, bubble, exposed communication and MFU."""
+    out = Table(header_style="bold")
     moe = ranked.workload.model.num_experts is not None
     axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
     for name in ["#", *axes, "recompute", "schedule", "sync"]:
         out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
     for name in [*_SHORT.values(), "rest", "GiB", "free", "s/step", "bubble", "comm", "MFU", "tokens/s"]:
         out.add_column(name, justify="right", no_wrap=True)
-    for index in range(min(rows, len(ranked))):
+    for index in range(min(rows, ranked.num_unbeaten)):
         at = ranked.name_of(index)
         out.add_row(
             str(index + 1),
@@ -93,6 +122,7 @@ def as_json(ranked: Ranked, rows: int) -> dict[str, Any]:
         "tokens_per_step": work.tokens_per_step,
         "legal_layouts": ranked.num_legal,
         "fitting_layouts": len(ranked),
+        "unbeaten_layouts": ranked.num_unbeaten,
         "layouts": [_one(ranked, index) for index in range(min(rows, len(ranked)))],
     }
 
@@ -188,7 +218,17 @@ def _time_lines(ranked: Ranked, index: int) -> list[str]:
 
 
 def tuning_table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
-    """The layouts that `megaaccum tune` has tried: predicted and measured seconds and GiB, their ratio, the verdict."""
+    """The layouts that `megaaccum tune` has tried: predicted and measured seconds, the verdict, in 80 columns."""
+    out = _brief("s\nplan", "s\nrun", "verdict")
+    for each in fallbacks.tried:
+        outcome = fallbacks.outcomes[each.name]
+        verdict = "best" if each is best else outcome.verdict
+        out.add_row(*_words(each.row, each.axes), *_pair(each.seconds, outcome.seconds or 0.0, "{:.3g}")[:2], verdict)
+    return out
+
+
+def wide_tuning_table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
+    """The same rows with every axis, seconds and GiB, predicted and measured, and their ratio."""
     out = Table(header_style="bold")
     out.add_column("row", justify="right")
     out.add_column("layout")

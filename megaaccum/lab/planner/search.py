@@ -18,9 +18,8 @@ from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
 
 RANKINGS = ("default", "time", "memory")
-NEAR_FASTEST = 1.25
-"""The default ranking puts layouts that take more than this many times the fastest step after the others: without it
-"larger device batches" would favour the deepest pipeline that fills."""
+NEAR_FASTEST = 1.05
+"""Layouts whose step is at most this many times the fastest count as equal: a prediction does not tell them apart."""
 BLOCK = 20_000
 """Layouts that are predicted at a time: progress is called between blocks, and memory stays small."""
 
@@ -35,6 +34,9 @@ class Ranked:
     num_legal: int
     """Layouts that keep every rule, of which these fit."""
     workload: Workload
+    num_unbeaten: int
+    """Number of the first layouts that no other beats: none is as fast in less memory, or faster in as much, and no two
+    have the same figures."""
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -63,8 +65,9 @@ def search(
 ) -> Ranked:
     """Every legal layout that fits, ranked.
 
-    rank: 'default' (of the layouts near the fastest: larger device batches, no recompute, fewer accumulation steps,
-    more headroom, smaller tp, smaller ep), 'time' or 'memory'. progress: called with (layouts done, of all).
+    rank: 'default' (of those that count as equal to the fastest the one with the least of everything: cp, tp, pp, ep,
+    recompute; then larger device batches and more headroom), 'time' or 'memory'. Layouts that another beats in both
+    come after all others. progress: called with (layouts done, of all).
 
     Raises:
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
@@ -85,9 +88,9 @@ def search(
         raise ConfigError(_closest_miss(workload, layouts, memory))
     kept = layouts.select(fits)
     time = workload.time_model(model).step(kept)
-    order = _order(kept, _rows(memory, fits), time, workload, rank)
+    order, unbeaten = _order(kept, _rows(memory, fits), time, rank)
     memory = _rows(_rows(memory, fits), order)
-    return Ranked(kept.select(order), memory, _time_rows(time, order), len(layouts), workload)
+    return Ranked(kept.select(order), memory, _time_rows(time, order), len(layouts), workload, unbeaten)
 
 
 def accepted(workload: Workload, layouts: Layouts) -> Layouts:
@@ -111,17 +114,24 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
     return layouts.select(legal[kind.ravel()])
 
 
-def _order(at: Layouts, memory: Memory, time: StepTime, workload: Workload, rank: str) -> np.ndarray:
-    """Indices, best first. np.lexsort sorts by its last key first."""
-    if rank == "time":
-        return np.lexsort((memory.total, time.total))
-    if rank == "memory":
-        return np.lexsort((time.total, memory.total))
-    # Headroom in steps of a GiB, so that a few bytes do not outrank a smaller tp.
-    headroom = np.floor((workload.hardware.hbm_bytes - memory.total) / GIB)
-    slow = time.total > NEAR_FASTEST * time.total.min()
-    wishes = (-at.device_batch_size, at.recompute, at.grad_accum_steps, -headroom, at.tp, at.ep, time.total)
-    return np.lexsort((*reversed(wishes), slow))
+def _order(at: Layouts, memory: Memory, time: StepTime, rank: str) -> tuple[np.ndarray, int]:
+    """(indices, best first; how many of them no other beats in time and memory both). np.lexsort sorts by its last key
+    first."""
+    digits = 2 - np.floor(np.log10(time.total))
+    seconds, held = np.round(time.total * 10**digits) / 10**digits, np.round(memory.total / GIB, 1)  # as they are shown
+    # A group of cp ranks has one batch between them: without the division cp would make "larger" ones of the same.
+    wishes = (at.cp, at.tp, at.pp, at.ep, at.recompute, -at.device_batch_size / at.cp, held)
+    by_time = np.lexsort((*reversed(wishes), held, seconds))
+    least = np.minimum.accumulate(held[by_time])
+    beaten = np.ones(len(at), dtype=bool)
+    beaten[by_time[np.append(True, least[1:] < least[:-1])]] = False
+    if rank == "default":
+        near = seconds <= NEAR_FASTEST * seconds.min()
+        keys = (*(np.where(near, wish, 0) for wish in wishes), np.where(near, 0, seconds))
+        order = np.lexsort((held, seconds, *reversed(keys), ~near, beaten))
+    else:
+        order = np.lexsort((*((held, seconds) if rank == "time" else (seconds, held)), beaten))
+    return order, int((~beaten).sum())
 
 
 def _joined(parts: list[Memory]) -> Memory:

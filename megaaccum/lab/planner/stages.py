@@ -38,19 +38,16 @@ class Stage:
 def split_layers(num_layers: int, num_stages: int) -> list[int] | None:
     """Layers of each stage in model order, or None if no balanced split is known.
 
-    Even if they divide. If one or two are missing, the last stage, and then the first, has one layer less: the
-    head and the embedding are that stage's extra work (as Llama 3 405B: 126 layers on 128 stages, arXiv 2407.21783).
+    Even if they divide. If one, two or three are missing, the last stage, the first, and the last once more have one
+    layer less: head and embedding are their extra work (Llama 3 405B: 126 layers on 128 stages, arXiv 2407.21783;
+    DeepSeek-V3: 61 on 32, where prediction of further tokens is in the last, arXiv 2412.19437).
     """
     most = -(-num_layers // num_stages)
     missing = most * num_stages - num_layers
-    if missing > min(2, num_stages):
-        return None
     layers = [most] * num_stages
-    if missing >= 1:
-        layers[-1] -= 1
-    if missing == 2:
-        layers[0] -= 1
-    return layers
+    for short in (-1, 0, -1)[:missing]:
+        layers[short] -= 1
+    return layers if sum(layers) == num_layers and min(layers) >= 0 else None
 
 
 def layout_text(layers: Sequence[int], prediction: int = 0) -> str:

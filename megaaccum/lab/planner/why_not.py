@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.candidates import AXES, Limits, schedules
 from megaaccum.lab.planner.layout_config import set_aside
-from megaaccum.lab.planner.search import Ranked, search
+from megaaccum.lab.planner.layouts import short_name
+from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
@@ -59,7 +62,7 @@ def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranke
     named = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
     places = ranked.find(dict(wanted))
     if len(places):
-        return _place(ranked, int(places[0]), named, rank)
+        return _place(ranked, int(places[np.argmin(ranked.time.total[places])]), named, rank)
     narrowed = replace(limits, fixed={**limits.fixed, **wanted})
     try:
         workload.candidates(narrowed).layouts()
@@ -73,15 +76,37 @@ def why_not(workload: Workload, wanted: Mapping[str, Any], limits: Limits, ranke
 
 
 def _place(ranked: Ranked, index: int, named: str, rank: str) -> str:
-    """A layout that fits: its place, and what the first is better at."""
-    seconds, best = ranked.time.total[index], ranked.time.total[0]
-    gib, best_gib = ranked.memory.total[index] / GIB, ranked.memory.total[0] / GIB
+    """A layout that fits: its place, and the terms of time and memory that set it apart from the first."""
     if index == 0:
         return f"{named} is the first of {len(ranked)} layouts by {rank}."
-    return (
-        f"{named} fits, and its best layout is number {index + 1} of {len(ranked)} by {rank}: {gib:.1f} GiB and"
-        f" {seconds:.3g} s per step, where the first takes {best_gib:.1f} GiB and {best:.3g} s."
+    here, first = ranked.name_of(index), ranked.name_of(0)
+    time, seconds = _widest(ranked.time.by_part, index)
+    kind, size = _widest(ranked.memory.by_kind, index)
+    total, best = ranked.time.total[index], ranked.time.total[0]
+    gib, best_gib = ranked.memory.total[index] / GIB, ranked.memory.total[0] / GIB
+    text = (
+        f"{named} fits, and its fastest layout, {_told(here)}, is number {index + 1} of {len(ranked)} by {rank}:"
+        f" {gib:.1f} GiB and {total:.3g} s per step, where the first, {_told(first)}, takes {best_gib:.1f} GiB and"
+        f" {best:.3g} s. Time: {time} {seconds:+.3g} s; memory: {kind} {size / GIB:+.3g} GiB."
     )
+    if rank == "default" and total <= NEAR_FASTEST * ranked.time.total.min():
+        more = [f"{axis} {here[axis]}, not {first[axis]}" for axis in _WISHES if here[axis] != first[axis]]
+        text += f" In time both count as equal, and less wins: {', '.join(more)}." if more else ""
+    return text
+
+
+_WISHES = ("cp", "tp", "pp", "ep", "recompute", "dbs")
+
+
+def _widest(terms: Mapping[str, np.ndarray], index: int) -> tuple[str, float]:
+    """The term in which a layout differs most from the first, and by how much."""
+    differences = {name: float(values[index] - values[0]) for name, values in terms.items()}
+    name = max(differences, key=lambda name: abs(differences[name]))
+    return name, differences[name]
+
+
+def _told(at: Mapping[str, Any]) -> str:
+    return f"{short_name(at)} mbs {at['mbs']} x ga {at['ga']} {at['schedule']}, recompute {at['recompute']}"
 
 
 def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:

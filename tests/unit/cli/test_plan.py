@@ -34,8 +34,15 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "legal layouts" in out
     assert "64 x h100 (989.5 TFLOP/s, 79 GiB)" in out
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["1", "2", "3"]
+    assert [line.split()[0] for line in out.splitlines() if "dp" in line] == ["1", "2", "3"]
+    assert max(map(len, out.splitlines()[:-1])) <= 80  # the last names the sources
     assert "NVIDIA H100 SXM datasheet" in out
+
+
+def test_the_wide_table_has_every_axis_and_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *PLAN, "--top", "3", "--wide")
+    assert {"vpp", "dbs", "sync", "opt", "bubble", "tokens/s"} <= set(out.replace("┃", " ").split())
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["1", "2", "3"]
 
 
 def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:

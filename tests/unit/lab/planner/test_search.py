@@ -16,6 +16,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.candidates import AXES, Limits
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
+from megaaccum.lab.planner.layouts import RECOMPUTE
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import Workload, make_workload
@@ -88,31 +89,87 @@ def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
     assert plan.config.model.recompute_granularity is None
 
 
-def test_the_default_ranking_is_the_promised_one(ranked: Ranked) -> None:
-    """Near the fastest first; then larger dbs, no recompute, fewer steps, more headroom, smaller tp, smaller ep."""
-    fastest = ranked.time.total.min()
-
-    def key(i: int) -> tuple:
-        at, free = ranked.name_of(i), ranked.headroom[i] // 2**30
-        slow = bool(ranked.time.total[i] > NEAR_FASTEST * fastest)
-        return slow, -at["dbs"], at["recompute"] != "none", at["ga"], -free, at["tp"], at["ep"]
-
-    keys = [key(i) for i in range(len(ranked))]
-    assert keys == sorted(keys)
+def figures(found: Ranked) -> list[tuple[float, float]]:
+    """(seconds, GiB) as the table shows them, by rank."""
+    return [(float(f"{s:.3g}"), round(b / 2**30, 1)) for s, b in zip(found.time.total, found.memory.total, strict=True)]
 
 
-def test_two_sequences_eight_times_come_before_one_sixteen_times() -> None:
-    limits = Limits(fixed=dict(tp=1, pp=1, cp=1, dp=64, recompute="full"))
-    found = search(workload(global_batch_size=1024), limits)
-    order = [(found.name_of(i)["dbs"], found.name_of(i)["ga"]) for i in range(len(found))]
-    assert order.index((2, 8)) < order.index((1, 16))
+@pytest.mark.parametrize("rank", ["default", "time", "memory"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_row_is_shown_that_another_beats(name: str, rank: str) -> None:
+    """In time and memory both, of all that fit, nor two rows of the same figures; and every other layout is beaten."""
+    found = search(WORKLOADS[name](), rank=rank)
+    of_all = figures(found)
+    shown, fastest_in = of_all[: found.num_unbeaten], {}
+    for seconds, held in of_all:
+        fastest_in[held] = min(seconds, fastest_in.get(held, np.inf))
+    assert len(set(shown)) == len(shown)
+    for seconds, held in shown:
+        assert not any(s < seconds for h, s in fastest_in.items() if h <= held)
+        assert not any(s <= seconds for h, s in fastest_in.items() if h < held)
+    for seconds, held in of_all[found.num_unbeaten :]:
+        assert any(s <= seconds and h <= held for s, h in shown)
+
+
+def test_of_layouts_that_count_as_equal_the_least_of_everything_is_first() -> None:
+    """cp, then tp, pp, ep, recompute; larger device batches, of which a cp group has one; then headroom."""
+    for name, make_one in WORKLOADS.items():
+        found = search(make_one())
+        shown, seconds = range(found.num_unbeaten), [seconds for seconds, _ in figures(found)]
+        near = [i for i in shown if seconds[i] <= NEAR_FASTEST * min(seconds)]
+        assert near == list(range(len(near))), name
+
+        def key(i: int, found: Ranked = found) -> tuple:
+            at, recompute = found.name_of(i), RECOMPUTE.index(found.name_of(i)["recompute"])
+            return (*(at[axis] for axis in ("cp", "tp", "pp", "ep")), recompute, -at["dbs"] / at["cp"])
+
+        assert [key(i) for i in near] == sorted(key(i) for i in near), name
+        rest = [found.time.total[i] for i in shown[len(near) :]]
+        assert rest == sorted(rest), name
+
+
+def test_llama_8b_on_64_gpus_needs_no_context_parallelism(ranked: Ranked) -> None:
+    assert ranked.name_of(0)["cp"] == 1
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_a_program_is_one_layout_whatever_it_is_called(gpus: int) -> None:
+    """Streaming is resident if no rank shares a parameter with another: it gathers nothing."""
+    found = search(workload(gpus=gpus, num_layers=8))
+    names = [found.name_of(index) for index in range(len(found))]
+    alone = [at for at in names if at["dp"] * at["cp"] == 1]
+    assert alone and {at["sync"] for at in alone} == {"resident"}
+    assert {at["sync"] for at in names if at["dp"] > 1} == {"resident", "streaming"}
 
 
 def test_other_rankings() -> None:
     by_time, by_memory = (search(workload(), rank=rank) for rank in ("time", "memory"))
-    assert (np.diff(by_time.time.total) >= 0).all()
-    assert (np.diff(by_memory.memory.total) >= 0).all()
+    for found, column in ((by_time, by_time.time.total), (by_memory, by_memory.memory.total)):
+        assert (np.diff(column[: found.num_unbeaten]) >= 0).all()
     assert len(by_time) == len(by_memory)
+
+
+def deepseek(gpu: str = "h200", **keys: Any) -> Workload:
+    config = load(CONFIGS / "deepseek_v3_like.yaml", [f"--{name}={value}" for name, value in keys.items()])
+    return make_workload(config, world_size=2048, hardware=load_hardware(gpu))
+
+
+def test_the_shipped_layout_of_deepseek_v3_is_seen() -> None:
+    """61 layers in a V of 32 stages, with the file's own modules recomputed: cut as the file cuts them."""
+    fixed = dict(tp=1, cp=1, pp=16, ep=64, mbs=1, recompute="selective", schedule="dualpipev")
+    found = search(deepseek(memory_gib=200), Limits(fixed=fixed))
+    keys = layout_config.planned_keys(found.workload, found.name_of(0))
+    assert keys["pipeline_model_parallel_layout"] == "Et|(tt|)*30mL"
+    plan = layout_config.checked(found.workload, found.name_of(0))
+    assert plan.config.model.recompute_modules == ["layernorm", "mla_up_proj"]
+    assert plan.layout.dp == 128
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_the_advice_for_deepseek_v3_spreads_experts(overlap: str) -> None:
+    """Not a pipeline of two ranks with dozens of chunks, whole experts on each rank, and large micro-batches."""
+    first = search(deepseek(overlap_moe_expert_parallel_comm=overlap)).name_of(0)
+    assert first["pp"] >= 4 and first["ep"] >= 4 and first["mbs"] <= 4 and first["vpp"] <= 4, first
 
 
 def test_more_memory_never_makes_a_fitting_plan_unfit() -> None:
@@ -194,11 +251,12 @@ def test_a_tensor_size_that_does_not_divide_is_told() -> None:
     [
         ("tp=3", "num_attention_heads 32 is not divisible by tensor_model_parallel_size 3"),
         ("tp=16", "more than the 8 GPUs of a node"),
-        ("pp=5", "num_layers 32 is not divisible by pipeline_model_parallel_size 5: set num_layers to 30 or 35"),
+        ("pp=5", "world size 64 is not divisible by"),
+        ("pp=8,vpp=5", "num_layers 32 is not divisible by"),
         ("tp=8,pp=8,ga=3", "grad_accum_steps"),
         ("schedule=pipedream", "schedule pipedream is none that is planned: none, "),
         ("tp=1,pp=1,cp=1,mbs=8,recompute=none", "is legal: no layout fits"),
-        ("tp=8,pp=8", "fits, and its best layout is number"),
+        ("tp=8,pp=8", "fits, and its fastest layout, tp8pp8"),
     ],
 )
 def test_why_not(ranked: Ranked, wanted: str, told: str) -> None:
@@ -208,6 +266,23 @@ def test_why_not(ranked: Ranked, wanted: str, told: str) -> None:
 def test_the_first_is_told_to_be_the_first(ranked: Ranked) -> None:
     text = why_not(ranked.workload, ranked.name_of(0), Limits(), ranked, rank="default")
     assert f"is the first of {len(ranked)} layouts by default" in text
+
+
+def test_why_not_quotes_the_fastest_and_names_the_terms_that_decide(ranked: Ranked) -> None:
+    text = why_not(ranked.workload, dict(tp=4, recompute="full"), Limits(), ranked, rank="default")
+    meant = ranked.find(dict(tp=4, recompute="full"))
+    index = int(meant[np.argmin(ranked.time.total[meant])])
+    more = {name: seconds[index] - seconds[0] for name, seconds in ranked.time.by_part.items()}
+    less = {kind: (size[index] - size[0]) / 2**30 for kind, size in ranked.memory.by_kind.items()}
+    assert f"is number {index + 1} of {len(ranked)}" in text
+    assert f"{ranked.time.total[meant].min():.3g} s per step" in text
+    assert max(more, key=lambda name: abs(more[name])) == "compute"
+    assert f"Time: compute {more['compute']:+.3g} s; memory: activations {less['activations']:+.3g} GiB." in text
+
+
+def test_why_not_of_a_layout_that_counts_as_equal_names_what_is_less(ranked: Ranked) -> None:
+    text = why_not(ranked.workload, dict(cp=2), Limits(), ranked, rank="default")
+    assert "In time both count as equal, and less wins: cp 2, not 1" in text
 
 
 @pytest.mark.parametrize("text", ["nope=1", "tp", "tp=", "tp=0", "tp=two"])
