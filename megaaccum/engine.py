@@ -34,7 +34,7 @@ from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagre
 from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import adamw as our_optimizer
-from megaaccum.optim import lr_schedule
+from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
@@ -96,6 +96,7 @@ def initialize(
         raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
         raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
         experts.check_same_on_ranks(built, chunks)
+        by_pattern.freeze(plan, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 
 
@@ -509,8 +510,13 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return our_optimizer.build(plan, chunks)
-    if plan.config.optimizer.optimizer == "muon":
+    keys = plan.config.optimizer
+    if keys.optimizer == "muon":
         raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
+    if keys.lr_mult or keys.wd_mult:
+        raise ConfigError(
+            "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
+        )
     return factory(raise_on_all_ranks(_trained, chunks))
 
 

@@ -36,6 +36,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.executor import entry
 from megaaccum.loop import checkpoint as loop_checkpoint
 from megaaccum.model import names
+from megaaccum.optim import by_pattern
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
@@ -423,6 +424,7 @@ def wrap(
     raise_on_all_ranks(_check, plan, bare)
     raise_on_all_ranks(chunk_config.prepare, plan, built, bare)
     experts.check_same_on_ranks(built, bare)
+    by_pattern.freeze(plan, bare)
     _broadcast(built, bare)
     inner = optimizer_of(plan, bare, optimizer)
     step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token)

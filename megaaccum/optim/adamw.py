@@ -11,7 +11,7 @@ import torch
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
-from megaaccum.optim import lr_schedule, muon
+from megaaccum.optim import by_pattern, lr_schedule, muon
 from megaaccum.platform import cpu
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     """
     optimizer = plan.config.optimizer
     matrices = muon.mark_matrices(plan, chunks) if optimizer.optimizer == "muon" else set()
-    groups = raise_on_all_ranks(_trained, plan, chunks, matrices)
+    groups = by_pattern.split_groups(plan, raise_on_all_ranks(_trained, plan, chunks, matrices))
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )

@@ -27,7 +27,6 @@ def updated(cases: list[Case]) -> list[dict]:
     from megaaccum.engine import initialize
     from megaaccum.model import gpt
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.pretrain.training import by_pattern
 
     found = []
     for case in cases:
@@ -35,10 +34,8 @@ def updated(cases: list[Case]) -> list[dict]:
         groups.destroy()
         built = groups.build(plan.layout, timeout_minutes=1)
         chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
-        by_pattern.freeze(plan, chunks)
-        optimizer = by_pattern.optimizer_of(plan, chunks)
         step = GptForwardStep(built, plan.batch.loss_norm)
-        engine = initialize(plan, chunks, groups=built, forward_step_func=step, reports=REPORTS, optimizer=optimizer)
+        engine = initialize(plan, chunks, groups=built, forward_step_func=step, reports=REPORTS)
         before = dict(engine.whole_weights(dtype=torch.float32))
         rig = Rig(case, plan, built, chunks, engine.backend, engine.train_steps)
         engine.train_step(rig.microbatches())

@@ -10,6 +10,7 @@ import torch
 
 from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
+from tests.support import whole_runs
 from tests.support.faults import Fault, differences, injected, state_of
 from tests.support.muon import BACKENDS, FLAGS, cell, problems, train, trained
 from tests.support.parity import Case, Rig
@@ -230,6 +231,19 @@ def test_a_run_goes_from_adam_to_muon_by_an_override_and_not_back(tmp_path):
         assert "where another optimizer stepped it" in refused[2]
         assert not any(zero.values())
         assert same
+
+
+def test_a_configured_run_trains_with_muon_and_goes_on_in_another_layout(tmp_path):
+    whole_runs.make_data(tmp_path)
+    muon = dict(optimizer="muon", lr_mult="embedding.*=0.5", train_iters=4, save_interval=2, exit_interval=2)
+    first = whole_runs.train(tmp_path, **muon)
+    assert first.code == 0, first.output
+    assert "optimizer: muon 12 matrices" in first.output
+    again = whole_runs.train(
+        tmp_path, **muon | dict(backend="fsdp2", pipeline_model_parallel_size=1, pp_microbatches=2)
+    )
+    assert again.code == 0, again.output
+    assert "step 4/4" in again.output
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

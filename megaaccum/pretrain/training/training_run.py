@@ -25,7 +25,6 @@ from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
-from megaaccum.pretrain.training import by_pattern
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
@@ -70,12 +69,8 @@ class TrainingRun:
         data = raise_on_all_ranks(build_datasets, plan)
         vocab = data.vocabulary.size
         chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=vocab)
-        by_pattern.freeze(plan, chunks)
-        optimizer = by_pattern.optimizer_of(plan, chunks)
         forward_step = GptForwardStep(groups, plan.batch.loss_norm)
-        self.engine = initialize(
-            plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS, optimizer=optimizer
-        )
+        self.engine = initialize(plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS)
         self.engine.shape = save_load.shape_of(plan, vocab)
         self.saver = Saver(self.engine, data)
         self.saver.resume()

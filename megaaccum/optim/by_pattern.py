@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
-from megaaccum.optim import adamw
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.optim.lr_schedule import ParamGroup
 
 Factors = dict[str, float]
 """A factor by pattern; of a name that several patterns fit, the last holds."""
@@ -58,24 +57,15 @@ def freeze(plan: Plan, chunks: list[torch.nn.Module]) -> None:
         raise ConfigError(f"freeze, lr_mult, wd_mult: {', '.join(unused)} fits no parameter; one is named {example}")
 
 
-def optimizer_of(plan: Plan, chunks: list[torch.nn.Module]) -> Callable[[Any], torch.optim.Optimizer]:
-    """A function that builds the plan's AdamW over what is trained of `chunks`, with the plan's factors."""
-
-    def build(_: object) -> torch.optim.Optimizer:
-        keys = plan.config.optimizer
-        optimizer = adamw.build(plan, chunks)
-        lr, wd = factors("lr_mult", keys.lr_mult), factors("wd_mult", keys.wd_mult)
-        if lr or wd:
-            rates = (keys.lr, keys.min_lr)
-            optimizer.param_groups[:] = [
-                each for group in optimizer.param_groups for each in _split(group, lr, wd, rates)
-            ]
-        return optimizer
-
-    return build
+def split_groups(plan: Plan, groups: list[ParamGroup]) -> list[ParamGroup]:
+    """The groups with the plan's factors on learning rates and weight decay: one for each pair of factors."""
+    keys = plan.config.optimizer
+    lr, wd = factors("lr_mult", keys.lr_mult), factors("wd_mult", keys.wd_mult)
+    rates = (keys.lr, keys.min_lr)
+    return [each for group in groups for each in _split(group, lr, wd, rates)] if lr or wd else groups
 
 
-def _split(group: dict[str, Any], lr: Factors, wd: Factors, rates: tuple[float, float]) -> list[dict[str, Any]]:
+def _split(group: ParamGroup, lr: Factors, wd: Factors, rates: tuple[float, float]) -> list[ParamGroup]:
     """The group as one for each pair of factors that its members have. rates: peak and end of groups without their
     own."""
     members: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
@@ -85,7 +75,7 @@ def _split(group: dict[str, Any], lr: Factors, wd: Factors, rates: tuple[float, 
     for (by_lr, by_wd), named in members.items():
         peak, end = group.get("max_lr", rates[0]) * by_lr, group.get("min_lr", rates[1]) * by_lr
         decay = {"wd_mult": group["wd_mult"] * by_wd, "weight_decay": group["weight_decay"] * by_wd}
-        own = {"lr": group["lr"] * by_lr, "max_lr": peak, "min_lr": end} if by_lr != 1.0 else {}
+        own = {"lr": group.get("lr", rates[0]) * by_lr, "max_lr": peak, "min_lr": end} if by_lr != 1.0 else {}
         lists = {"params": [param for _, param in named], "param_names": [name for name, _ in named]}
         made.append(group | decay | own | lists)
     return made
