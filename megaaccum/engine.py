@@ -442,9 +442,9 @@ class Engine:
 
         Every rank has to run the iterator to its end.
         """
-        return whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers).stream(
-            dtype=dtype, rank=rank
-        )
+        with self.groups.current():
+            weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
+        return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]]) -> None:
         """Replace the weights by those of `whole_weights`, of this or another layout; each rank takes its part of a

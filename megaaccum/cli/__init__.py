@@ -31,6 +31,9 @@ COMMANDS = (
     Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
     Command(("config",), "megaaccum.cli.config", "write a Hugging Face model's config.json as a configuration"),
     Command(("export",), "megaaccum.cli.export", "write a run's weights as a Hugging Face model"),
+    Command(
+        ("generate",), "megaaccum.cli.generate", "continue prompts with a run's weights, or a Hugging Face model's"
+    ),
     Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
     Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
     Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),

@@ -33,6 +33,9 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
     _derive_precision(config.sharding)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _fill(config.run, save=os.path.join(config.run.output_dir, "checkpoints"))
+    if config.data.sft:  # several conversations in a row, unless the user says otherwise
+        config.data.reset_attention_mask |= "reset_attention_mask" not in config.origin
+        config.data.reset_position_ids = True
     _fill(config.data, data_cache_path=os.path.join(config.run.output_dir, "data"))
     if config.sharding.sync == "auto":
         config.sharding.sync = "resident"

@@ -6,6 +6,7 @@ Names that are no keys are kept apart, for a reader of another program's names (
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ MEANT = REPLACED | {
     "context_length": "seq_length", "block_size": "seq_length",
 }  # fmt: skip
 """Names of other programs that mean nearly the same as a key; the spelling alone would lead elsewhere."""
+
+
+_ADAPTERS = re.compile(r"(^|[_-])(q?lora|peft|adapter)($|[_-])", re.IGNORECASE)
 
 
 def meant(name: str) -> str:
@@ -61,6 +65,11 @@ class Unknown:
             return (
                 f"{self.place}: commands read a DeepSpeed JSON, but Plan.of and Plan.load take megaaccum's keys alone:"
                 " write those (`megaaccum convert CONFIG` translates the block)."
+            )
+        if _ADAPTERS.search(self.written):
+            return (
+                f"{self.place}: {self.written}: LoRA and other adapters are not trained here: leave it out, and choose"
+                " what is trained with freeze, lr_mult and wd_mult."
             )
         return f"{self.place}: unknown key {self.written}{nearest_keys(self.written)}."
 

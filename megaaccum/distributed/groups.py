@@ -50,6 +50,16 @@ class Groups:
         finally:
             megatron.hold_groups(before)
 
+    def iterated[Item](self, items: Iterator[Item]) -> Iterator[Item]:
+        """`items`, each made inside `current`; the code that takes them runs outside."""
+        done = object()
+        while True:
+            with self.current():
+                item = next(items, done)
+            if item is done:
+                return
+            yield item  # type: ignore[misc]
+
     @property
     def tp(self) -> dist.ProcessGroup:
         """Ranks that share each matrix."""

@@ -132,3 +132,49 @@ def test_a_user_says_nothing_about_groups():
 def test_without_the_switch_code_that_asks_parallel_state_sees_the_engine_that_was_made_last():
     for found in run_ranks(own_modules, 4, False, timeout=60):
         assert [sizes for _, *sizes in found] == [[2, 1], [1, 1], [2, 1]]
+
+
+def weights_in_turns(switch: bool = True) -> tuple[list[set[int]], set[int], list[bool]]:
+    """Streams of two engines' weights, taken in turns. Returns the tensor-parallel sizes that parallel_state has inside
+    each, those outside, and whether each has the tensors that it has alone."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megaaccum.checkpoint import whole
+    from megaaccum.distributed.groups import Groups
+
+    rigs, copy = [rig_of(TENSOR), rig_of(V)], whole.copy_runs
+    alone = [dict(rig.engine.whole_weights()) for rig in rigs]
+    inside: list[set[int]] = [set(), set()]
+    outside: set[int] = set()
+    found: list[dict] = [{}, {}]
+    with nullcontext() if switch else patch.object(Groups, "current", lambda self: nullcontext()):
+        streams = [rig.engine.whole_weights() for rig in rigs]
+        left = [0, 1]
+        while left:
+            for number in list(left):
+
+                def seen(*args, number=number, **options):
+                    inside[number].add(parallel_state.get_tensor_model_parallel_world_size())
+                    return copy(*args, **options)
+
+                with patch.object(whole, "copy_runs", seen):
+                    item = next(streams[number], None)
+                outside.add(parallel_state.get_tensor_model_parallel_world_size())
+                left.remove(number) if item is None else found[number].update([item])
+    same = [
+        each.keys() == other.keys() and all(torch.equal(each[name], other[name]) for name in each)
+        for each, other in zip(alone, found, strict=True)
+    ]
+    return inside, outside, same
+
+
+def test_whole_weights_of_two_engines_in_turns():
+    found = run_ranks(weights_in_turns, 4, timeout=60)
+    for _, outside, same in found:
+        assert same == [True, True] and outside == {1}, "outside, the groups that were built last"
+    assert [set().union(*(inside[number] for inside, _, _ in found)) for number in (0, 1)] == [{2}, {1}]
+
+
+def test_without_the_switch_a_stream_sees_the_engine_that_was_made_last():
+    assert {1} in [inside[0] for inside, _, _ in run_ranks(weights_in_turns, 4, False, timeout=60)]

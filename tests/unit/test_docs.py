@@ -31,6 +31,7 @@ COMMANDS_FLAGS = {
     "verify": {"layout", "world-size", "shrink", "whole", "steps", "json", "picture", "weights", "run", "no-logits"},
     "config": {"from-hf"},
     "export": {"hf", "consolidated", "checkpoint", "family", "dtype", "max_shard_size"},
+    "generate": {"prompt", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "checkpoint"},
     "keys": set(),
     "plan": {
         "gpus",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from megaaccum.config.rules.subject import Subject
+from megaaccum.config.rules.subject import Subject, them
 
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -68,3 +68,16 @@ def fill_in_the_middle(subject: Subject) -> Iterator[str]:
         yield "fim_data cuts text, but mock_data has none: leave one of them out."
     if data.fim_split_sample is not None and data.fim_fragment_rate is None:
         yield f"fim_split_sample {data.fim_split_sample} needs the share of parts that are cut: set fim_fragment_rate."
+
+
+def conversations(subject: Subject) -> Iterator[str]:
+    """Supervised fine-tuning reads JSONL files of conversations by a chat template."""
+    data = subject.data
+    if not data.sft:
+        return
+    if data.tokenizer_model is None:
+        yield "sft makes tokens by a chat template: set tokenizer_model to the folder of a Hugging Face tokenizer."
+    if not (data.train_data_path or subject.given("data_path")):
+        yield "sft reads conversations: set data_path to JSONL files of messages, or of prompt and completion."
+    if unread := subject.given("mock_data", "fim_data", "eod_mask_loss", "tokenizer_type", "vocab_file", "merge_file"):
+        yield f"{', '.join(unread)} with sft, whose rows are made of conversations: leave {them(unread)} out."

@@ -21,6 +21,7 @@ NEEDED = {
     "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
     "optimizer muon": "with optimizer {}: set optimizer to muon",
     "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
+    "sft": "without conversations: set sft to true",
     "cold_expert_offload": "without cold_expert_offload: set cold_expert_offload to true",
 }
 """When keys have no effect, by the key that they need (`Facts.needs`), and the remedy; {} is that key's value."""

@@ -188,6 +188,13 @@ class DataConfig:
     """Restart positions after an end-of-document token."""
     reset_attention_mask: bool = False
     """Keep attention inside documents."""
+    sft: bool = False
+    """Supervised fine-tuning: the data paths are JSONL files of conversations, made into tokens by the chat template
+    beside tokenizer_model and packed into rows."""
+    assistant_only_loss: Annotated[bool, Facts(needs="sft")] = True
+    """Train the responses alone, and not the prompts."""
+    chat_template_path: Annotated[str | None, Facts(needs="sft", per_host=True)] = None
+    """A chat template (Jinja) in place of the tokenizer's."""
     fim_data: bool = False
     """Fill in the middle: cut samples in three and move the middle to the end (Megatron's GPTFIMDataset)."""
     fim_rate: Annotated[float, Facts(above=0, at_most=1, needs="fim_data")] = 0.5

@@ -21,7 +21,7 @@ import numpy as np
 
 from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError, DataError
-from megaaccum.pretrain.data import fim
+from megaaccum.pretrain.data import chat_rows, fim
 from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
 from megaaccum.pretrain.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
@@ -148,6 +148,8 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
     """
     if plan.config.data.mock_data:
         return _mock_datasets(plan, train_samples)
+    if plan.config.data.sft:
+        return _chat_datasets(plan, train_samples)
     request, valid_batches = _request(plan, train_samples)
     _require_end_of_document(request)
     train, valid = _orders(request)
@@ -224,6 +226,29 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     )
 
 
+def _chat_datasets(plan: Plan, train_samples: int | None) -> Datasets:
+    """Rows of conversations, in passes that the seed shuffles."""
+    _require_index_builder()
+    run, batch = plan.config.run, plan.batch.global_batch_size
+    sources, vocabulary = read_sources(plan.config.data), read_run_vocabulary(plan.config)
+    parts = chat_rows.read_parts(plan.config, sources, with_valid=_evaluates(plan, sources))
+    facts = chat_rows.shown(plan.config, parts) | {"vocabulary": f"{vocabulary.size} ids ({vocabulary.digest[:8]})"}
+    train, valid = ([part.corpus(run.seed) for part in each] for each in (parts.train, parts.valid))
+    valid_batches = min(run.eval_iters, max(1, parts.num_valid // batch)) if valid else 0
+
+    needed = plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples
+    content = [facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]
+    return Datasets(
+        train=Order([Span(0, needed, {})], train),
+        valid=Order([Span(0, valid_batches * batch, {})], valid) if valid else None,
+        valid_batches=valid_batches,
+        vocabulary=vocabulary,
+        digest=hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
+        facts=facts,
+        rebuilt=lambda spans: Order(spans, train),
+    )
+
+
 def _mock(plan: Plan, vocabulary: Vocabulary, sizes: list[int], seed: int) -> list[SampleDataset]:
     """Megatron's made-up datasets of train, valid, test."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -248,13 +273,8 @@ def _mock(plan: Plan, vocabulary: Vocabulary, sizes: list[int], seed: int) -> li
 def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
     """The parts to build, and the number of global batches of an evaluation."""
     config, batch = plan.config, plan.batch.global_batch_size
-    evaluates = config.run.eval_interval > 0 and config.run.eval_iters > 0
     sources = read_sources(config.data)
-    if evaluates and sources.split is None and sources.valid is None:
-        raise ConfigError(
-            f"eval_interval is {config.run.eval_interval}, but train_data_path has no valid_data_path beside it; "
-            f"set valid_data_path, or eval_interval to 0"
-        )
+    evaluates = _evaluates(plan, sources)
     vocabulary = read_run_vocabulary(config)
     sources, pairs = _open_pairs(sources, plan)
     train_ranges, valid_ranges = split_ranges(sources, pairs)
@@ -274,6 +294,18 @@ def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
         plan=plan,
     )
     return request, valid_batches
+
+
+def _evaluates(plan: Plan, sources: Sources) -> bool:
+    """Whether the run evaluates. Raises ConfigError if it has no data for that."""
+    run = plan.config.run
+    evaluates = run.eval_interval > 0 and run.eval_iters > 0
+    if evaluates and sources.split is None and sources.valid is None:
+        raise ConfigError(
+            f"eval_interval is {run.eval_interval}, but train_data_path has no valid_data_path beside it; "
+            f"set valid_data_path, or eval_interval to 0"
+        )
+    return evaluates
 
 
 def _open_pairs(sources: Sources, plan: Plan) -> tuple[Sources, dict[str, IndexedPair]]:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.files import disk_errors
@@ -77,18 +77,10 @@ class Source:
         yield "".join(held) if self.whole_files else "".join(held).rstrip("\r\n")
 
     def _read_jsonl(self, path: Path, lines: Iterator[bytes]) -> Iterator[str]:
-        for number, raw in enumerate(lines, start=1):
-            line = _decode(raw, path, number)
-            if line.strip():
-                yield self._text_of(line, f"{path}, line {number}")
+        for where, record in _records(path, lines):
+            yield self._text_of(record, where)
 
-    def _text_of(self, line: str, where: str) -> str:
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}): {_shortened(line)}") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: a line must be a JSON object, not {_shortened(line)}")
+    def _text_of(self, record: dict[str, Any], where: str) -> str:
         if self.json_key not in record:
             raise DataError(f"{where}: no key {self.json_key!r}; the line has {sorted(record)}. Set --json-key")
         text = record[self.json_key]
@@ -97,6 +89,26 @@ class Source:
         if not _is_encodable(text):
             raise DataError(f"{where}: {self.json_key!r} holds half a surrogate pair, which is no text")
         return text
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line number, object) of each line of a JSONL file, plain or gzip. Raises DataError, naming file and
+    line, for one that is no JSON object."""
+    return _records(path, _lines(path, None))
+
+
+def _records(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, raw in enumerate(lines, start=1):
+        line, where = _decode(raw, path, number), f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({error}): {_shortened(line)}") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a line must be a JSON object, not {_shortened(line)}")
+        yield where, record
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[bytes]:

@@ -164,7 +164,10 @@ class _Reader:
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
         tokens, mask = batch["tokens"], batch["loss_mask"]
         assert tokens is not None and mask is not None
-        batch["document_starts"] = None if self._document_end is None else starts_of(tokens, self._document_end)
+        if "document_starts" in samples[0]:
+            batch["document_starts"] = torch.stack([sample["document_starts"] for sample in samples])
+        else:
+            batch["document_starts"] = None if self._document_end is None else starts_of(tokens, self._document_end)
         batch["num_tokens"] = mask.count_nonzero()
         if self._pin_for is not None:
             with torch.cuda.device(self._pin_for):  # a thread begins with the first one

@@ -70,12 +70,18 @@ class Span:
 class Order:
     """The training samples of a run by their numbers in the run, over its spans (in order, without a gap)."""
 
-    def __init__(self, spans: list[Span], corpora: list[Corpus], build_own: Callable[[int], SampleDataset]):
-        """build_own: Megatron's own order, of a number of samples."""
+    def __init__(
+        self, spans: list[Span], corpora: list[Corpus], build_own: Callable[[int], SampleDataset] | None = None
+    ):
+        """build_own: Megatron's own order, of a number of samples; data without it have no span that names it."""
         self.spans, self._corpora = spans, corpora
-        self._parts: list[_Blend | _Own] = [
-            _Blend(corpora, span) if span.used is not None else _Own(corpora, build_own(span.count)) for span in spans
-        ]
+        self._parts: list[_Blend | _Own] = []
+        for span in spans:
+            if span.used is not None:
+                self._parts.append(_Blend(corpora, span))
+            else:
+                assert build_own is not None
+                self._parts.append(_Own(corpora, build_own(span.count)))
 
     def __len__(self) -> int:
         return self.spans[-1].start + len(self._parts[-1])

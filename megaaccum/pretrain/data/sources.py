@@ -10,9 +10,11 @@ from megaaccum.config.rules import data_problems
 from megaaccum.config.schema import Config, DataConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.pretrain.data.corpus import EMBEDDED, EMBEDDED_VOCAB_SIZE, embedded_prefix
+from megaaccum.pretrain.data.files import disk_errors
 from megaaccum.pretrain.data.indexed import open_pair
 from megaaccum.pretrain.data.tokenizer import Vocabulary, gpt2_tokenizer, read_tokenizer, tokenizer_beside
 from megaaccum.pretrain.data.vocabulary import null_vocabulary, read_gpt2_vocabulary, read_vocabulary
+from megaaccum.texts import regular_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -70,7 +72,10 @@ def check_files(config: Config) -> None:
         raise ConfigError(problems)
     vocab_size(config)
     for prefix in read_sources(config.data).prefixes:
-        if prefix != EMBEDDED:
+        if config.data.sft:
+            with disk_errors("cannot read", Path(prefix)), open(prefix, "rb", opener=regular_file):
+                pass
+        elif prefix != EMBEDDED:
             open_pair(prefix)
 
 

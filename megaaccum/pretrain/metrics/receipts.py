@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import megaaccum
 from megaaccum.config.keys import SECTIONS, all_keys, value
+from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import replace_text, set_aside
 from megaaccum.pretrain.metrics.journal import Record, unwritable
 from megaaccum.texts import parse_json, read_text
 
 if TYPE_CHECKING:
-    from megaaccum.config import Config, Plan
+    from megaaccum.config import Plan
     from megaaccum.pretrain.metrics.goodput import Goodput
 
 SCHEMA, VERSION = "megaaccum receipt", 1
@@ -179,6 +180,16 @@ def read_all(folder: Path) -> list[Record]:
             f"{folder} {what}: give the output_dir of a run of `megaaccum train`, each start of which writes one"
         )
     return found
+
+
+def config_of(receipt: Record) -> Config:
+    """The configuration that a receipt records, resolved."""
+    config = Config()
+    for section, keys in receipt["configuration"].items():
+        for name, facts in keys.items():
+            setattr(getattr(config, section), name, facts["value"])
+    config.megatron = receipt["megatron"]
+    return config
 
 
 def _writer(content: Record) -> str:

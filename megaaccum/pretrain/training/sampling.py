@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +18,42 @@ if TYPE_CHECKING:
 
 NUM_TOKENS, NUM_PROMPT = 24, 8
 """Tokens of a sample, and of the training text that is its prompt."""
-TEMPERATURE = 0.8
 
 
-def sample(engine: Engine, prompt: list[int], *, vocab_size: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    """The tokens that continue `prompt`, drawn at TEMPERATURE by the run's seed and step; fewer if the sequence is
-    full. Collective over the world, the same on every rank. Leaves the training's random states and data unchanged."""
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn. temperature: 0 takes the likeliest; top_k: among that many likeliest ones, 0 is all; top_p:
+    among the likeliest ones that have this probability together."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def token(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """A token of `logits` [vocabulary]."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        ranked, tokens = logits.double().cpu().sort(descending=True, stable=True)
+        likely = torch.softmax(ranked / self.temperature, dim=0)
+        likely[(likely.cumsum(0) - likely) >= self.top_p] = 0.0  # the first always stays
+        if self.top_k:
+            likely[self.top_k :] = 0.0
+        return int(tokens[torch.multinomial(likely, 1, generator=generator)])
+
+
+def sample(
+    engine: Engine,
+    prompt: list[int],
+    *,
+    vocab_size: int,
+    num_tokens: int = NUM_TOKENS,
+    draw: Draw | None = None,
+    stops: Collection[int] = (),
+) -> list[int]:
+    """The tokens that continue `prompt`, drawn by the run's seed and step; fewer if the sequence is full, or up to one
+    of `stops`. Collective over the world, the same on every rank. Leaves the training's random states and data
+    unchanged."""
+    draw = draw or Draw()
     plan, tokens = engine.plan, list(prompt)
     generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
     forward = _LastLogits(engine.groups, "token")
@@ -30,10 +62,11 @@ def sample(engine: Engine, prompt: list[int], *, vocab_size: int, num_tokens: in
         drawn = torch.tensor(-1, device=cpu.device())
         logits = reports[0]["logits"] if reports else None  # on the last stage
         if logits is not None and len(logits) and engine.groups.dp.rank() == 0:
-            likely = torch.softmax(logits[0, :vocab_size].double().cpu() / TEMPERATURE, dim=0)
-            drawn.fill_(int(torch.multinomial(likely, 1, generator=generator)))
+            drawn.fill_(draw.token(logits[0, :vocab_size], generator))
         dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
         tokens.append(int(drawn))
+        if tokens[-1] in stops:
+            break
     return tokens[len(prompt) :]
 
 

@@ -82,7 +82,7 @@ class TrainingRun:
         for note in self.saver.notes:
             self.log.event("resume", step, note)
         self.log.note(header(plan, sync=advisor.sync_mode_of(plan), vocab_size=vocab, start_step=step))
-        for note in notes:
+        for note in [self.data.facts["data"]] * plan.config.data.sft + notes:
             self.log.note(note)
         self.watchdog = watchdog_of(self.engine)
         run = plan.config.run

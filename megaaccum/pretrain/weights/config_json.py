@@ -45,14 +45,22 @@ def read_json(folder: Path) -> Keys:
         raise ConfigError(
             f"{folder} has a LoRA adapter (adapter_config.json), which is not read: merge it into its model"
         )
+    content = read_object(path)
+    if not isinstance(content.get("model_type"), str):
+        raise ConfigError(f"{path} names no model_type")
+    return content
+
+
+def read_object(path: Path) -> Keys:
+    """The object in a JSON file. Raises ConfigError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}: give the folder of a model") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ConfigError(f"{path} names no model_type")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
     return content
 
 

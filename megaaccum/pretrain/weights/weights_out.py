@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -31,16 +31,6 @@ _TOKENIZER = (
 _BUFFER = "buffer/"
 
 
-def _config_of(receipt: dict[str, Any]) -> Config:
-    """The configuration that a receipt records, resolved."""
-    config = Config()
-    for section, keys in receipt["configuration"].items():
-        for name, facts in keys.items():
-            setattr(getattr(config, section), name, facts["value"])
-    config.megatron = receipt["megatron"]
-    return config
-
-
 def _current(run: Path, config: Config) -> Path:
     """The current checkpoint of a run. Raises CheckpointError if it has none."""
     saved = Path(config.run.save) if config.run.save else run / "checkpoints"
@@ -53,7 +43,7 @@ def _current(run: Path, config: Config) -> Path:
 def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtype: str = "fp32") -> None:
     """Write a run's weights, under their names in the whole model, into one safetensors file in `folder`, which appears
     when all of it is there: what `Engine.load_weights` takes. Raises MegaaccumError."""
-    config = _config_of(receipts.read_all(run)[-1])
+    config = receipts.config_of(receipts.read_all(run)[-1])
     whole = WholeCheckpoint(checkpoint or _current(run, config))
     kind = names.DTYPES[dtype]
     layout = {name: (shape, torch.float32 if whole.is_buffer(name) else kind) for name, shape in whole.shapes().items()}
@@ -137,7 +127,7 @@ class Export:
         has this model; dtype: default the run's. Raises MegaaccumError if the run lacks receipt or checkpoint, and
         ConfigError if no family has its model."""
         receipt = receipts.read_all(run)[-1]
-        config, vocab_size = _config_of(receipt), receipt["data"]["vocab_size"]
+        config, vocab_size = receipts.config_of(receipt), receipt["data"]["vocab_size"]
         source = Path(config.run.init_from) if config.run.init_from else None
         if source is not None and not (source / "config.json").is_file():
             source = None
@@ -221,6 +211,8 @@ class Export:
                     shutil.copyfile(self.source / name, aside / name)
         elif self.tokenizer is not None:
             shutil.copyfile(self.tokenizer, aside / "tokenizer.json")
+        if self.config.data.chat_template_path is not None:  # in which the model was trained
+            shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
 
 
 def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

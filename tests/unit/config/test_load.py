@@ -249,3 +249,10 @@ def test_gradient_checkpointing_is_full_recompute() -> None:
     assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "uniform", 1)
     with pytest.raises(ConfigError, match="recompute_granularity full, which is set to selective"):
         configs.plan(gradient_checkpointing=True, recompute_granularity="selective")
+
+
+@pytest.mark.parametrize("name", ["lora_rank", "use_peft", "qlora", "adapter_dim"])
+def test_adapters_are_refused_by_name(name):
+    (problem,) = problems_of(load, None, [f"--{name}", "8"])
+    assert f"--{name}: LoRA and other adapters are not trained here" in problem
+    assert "unknown key" in problems_of(load, None, ["--explore", "8"])[0]

@@ -52,7 +52,8 @@ RULED = frozenset(
         "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
         "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
         "optimizer", "muon_tp_mode", "muon_scalar_optimizer",
-        "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid",
+        "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid", "sft",
+        "sft_tokenizer_prompt_format",
     }
 )  # fmt: skip
 """Arguments that a rule reads (`rules`)."""

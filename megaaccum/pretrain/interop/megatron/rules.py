@@ -219,6 +219,8 @@ def _tokenizer(given: ParsedFlags, reading: Reading) -> None:
     kind, model = given.args.tokenizer_type, given.args.tokenizer_model
     if model is not None:
         reading.put("tokenizer_model", model, given, "tokenizer_model")
+    if given.has("sft") and kind == "SFTTokenizer":
+        return  # a Hugging Face tokenizer with a chat template
     if kind in ("NullTokenizer", "NullMultimodalTokenizer") and given.args.vocab_size is None:
         reading.problems.append(f"{given.written['tokenizer_type']} needs --vocab-size, the number of tokens.")
     elif kind is not None and kind not in TOKENIZERS:
@@ -265,6 +267,25 @@ def _read(given: ParsedFlags, reading: Reading, name: str, path: str) -> str | N
         reason = getattr(error, "strerror", None) or str(error)
         reading.problems.append(f"{given.written[name]}: cannot read {path}: {reason}.")
         return None
+
+
+def _conversations(given: ParsedFlags, reading: Reading) -> None:
+    """Read --sft with the tokenizer's chat template, under which Megatron trains on prompts too; its own templates are
+    refused."""
+    if not given.has("sft"):
+        return
+    if (kind := given.args.sft_tokenizer_prompt_format) != "default":
+        reading.problems.append(
+            f"--sft-tokenizer-prompt-format {kind}: a chat template of Megatron's own; leave it and --sft out, and set"
+            " sft true with chat_template_path, that template in a file."
+        )
+        return
+    reading.put("sft", True, given, "sft")
+    reading.values.setdefault("assistant_only_loss", False)
+    reading.notes.append(
+        "--sft: trains on all tokens of a conversation, as Megatron does with this template (assistant_only_loss"
+        " false); rows hold several conversations."
+    )
 
 
 def _hybrid(given: ParsedFlags, reading: Reading) -> None:
@@ -386,6 +407,6 @@ def _lengths(given: ParsedFlags, reading: Reading) -> None:
 
 RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
     _shape, _uneven_stages, _lengths, _precision, _optimizer, _experts, _deepspeed, _sharding, _deterministic,
-    _tokenizer, _data, _hybrid, _starting_over, _without_effect, _overlap,
+    _tokenizer, _data, _conversations, _hybrid, _starting_over, _without_effect, _overlap,
 )  # fmt: skip
 """The rules in the order in which they run: later ones read keys that earlier ones set."""

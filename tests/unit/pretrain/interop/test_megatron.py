@@ -444,3 +444,13 @@ def test_a_yaml_without_them_imports_no_megatron(tmp_path):
     code += f"load({str(path)!r}, ['--lr', '1', '--no-save-at-end'])\n"
     code += "assert not {'torch', 'megatron', 'deepspeed'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_conversations_are_read_with_the_tokenizers_template_alone():
+    flags = "--sft --sft-tokenizer-prompt-format {} --tokenizer-type SFTTokenizer"
+    found = some(flags.format("default"))
+    assert (found.values["sft"], found.values["assistant_only_loss"]) == (True, False)
+    assert any(note.startswith("--sft: trains on all tokens") for note in found.notes)
+    assert not found.problems and "tokenizer_type" not in found.values
+    (problem,) = some("--sft").problems
+    assert "--sft-tokenizer-prompt-format nemotron-h-aligned" in problem and "chat_template_path" in problem

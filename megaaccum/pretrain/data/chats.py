@@ -1,0 +1,227 @@
+"""Conversations of JSONL files as tokens, of which the responses count: text by the tokenizer's chat template.
+
+A line has `messages`, as OpenAI, TRL and Megatron name them, or `prompt` and `completion` (or `response`), as texts or
+lists of messages. The text is what transformers' apply_chat_template makes of it, and so are its tokens. A token counts
+if it begins in a response: in the text that the template adds for an assistant's message after its generation prompt,
+or between {% generation %} and {% endgeneration %} of a template that has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaaccum.config.schema import DataConfig
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data.documents import json_lines
+from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder
+from megaaccum.pretrain.data.tokenizer import single_threaded, tokenizer_file
+
+Message = dict[str, Any]
+
+_RECIPE = 1
+"""Counts changes in how tokens are made of a line, so that a new version does not read an old one's files."""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ARRAYS = ("tokens", "counts", "starts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """The conversations of one file, one after the other."""
+
+    digest: str
+    """Hash of the file and of everything that makes tokens of it, 16 hexadecimal digits."""
+    tokens: np.ndarray
+    """Token ids, int32 [tokens]."""
+    counts: np.ndarray
+    """Whether a token is in a response, bool [tokens]."""
+    starts: np.ndarray
+    """The first token of each conversation, and the number of all tokens, int64 [conversations + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages of a line. first: the number of the first message that may count. tools: functions that the template
+    shows, or None."""
+
+    messages: list[Message]
+    first: int
+    tools: list[Any] | None
+
+
+def parse(record: dict[str, Any], where: str) -> Conversation:
+    """The conversation in a line's object. Raises DataError, naming the line, for one that has no response."""
+    answer = next((name for name in ("completion", "response") if name in record), None)
+    if "messages" in record:
+        messages, first = record["messages"], 0
+    elif "prompt" in record and answer is not None:
+        prompt = _turns(record["prompt"], "user")
+        messages, first = prompt + _turns(record[answer], "assistant"), len(prompt)
+    else:
+        raise DataError(f"{where}: a line needs messages, or prompt and completion; this one has {sorted(record)}")
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise DataError(f"{where}: messages must be a list of objects with role and content")
+    if messages[:1] and messages[0]["role"] == "assistant":
+        raise DataError(f"{where}: a conversation cannot begin with the assistant: put a user's message before it")
+    if not any(message["role"] == "assistant" for message in messages[first:]):
+        raise DataError(f"{where}: no message of the assistant: there is nothing to learn")
+    return Conversation(messages, first, record.get("tools"))
+
+
+def _turns(given: Any, role: str) -> list[Any]:
+    return [{"role": role, "content": given}] if isinstance(given, str) else list(given or [])
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+class ChatTokenizer:
+    """Makes tokens of conversations by a chat template."""
+
+    def __init__(self, data: DataConfig):
+        """Raise DataError without transformers, a tokenizer or a chat template."""
+        self.folder = tokenizer_file(data.tokenizer_model or "").parent
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DataError("chat templates are made into text by transformers: pip install transformers") from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, use_fast=True)
+        except Exception as error:  # the library raises whatever its parts do
+            raise DataError(f"tokenizer_model {self.folder}: transformers cannot read it: {error}") from error
+        if data.chat_template_path is not None:
+            with disk_errors("cannot read chat_template_path", Path(data.chat_template_path)):
+                self._tokenizer.chat_template = Path(data.chat_template_path).read_text(encoding="utf-8")
+        if not isinstance(self._tokenizer.chat_template, str) or not self._tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer in {self.folder} has no chat template of its own, or no tokenizer.json: give"
+                " chat_template_path a template (Jinja), or tokenizer_model the folder of an instruction-tuned model"
+            )
+        self.template: str = self._tokenizer.chat_template
+
+    @property
+    def stops(self) -> set[int]:
+        """The token that ends a response; empty if the tokenizer names none."""
+        end = self._tokenizer.eos_token_id
+        return set() if end is None else {int(end)}
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a user's message, up to where the response begins."""
+        return self._ids(self.render([{"role": "user", "content": text}], None, prompts=True))[0]
+
+    def encode(self, chat: Conversation, where: str, *, only_responses: bool) -> tuple[list[int], list[bool]]:
+        """(token ids, whether each counts). Raises DataError, naming the line, if the template refuses it, or does not
+        show where responses are."""
+        try:
+            text = self.render(chat.messages, chat.tools)
+            ids, begins = self._ids(text)
+            if only_responses and _MARKS.search(self.template):
+                return ids, self._marked(chat, begins)
+            spans = self._spans(chat, text, where) if only_responses else [(0, len(text))]
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program
+            raise DataError(f"{where}: the chat template raises {type(error).__name__}: {error}") from error
+        return ids, [any(start <= begin < stop for start, stop in spans) for begin in begins]
+
+    def render(self, messages: list[Message], tools: list[Any] | None, *, prompts: bool = False) -> str:
+        """The text of messages. prompts: up to where a response to them begins."""
+        rendered: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompts
+        )
+        return rendered
+
+    def _ids(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids, and where in the text each begins."""
+        with single_threaded():
+            made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return made["input_ids"], [begin for begin, _ in made["offset_mapping"]]
+
+    def _spans(self, chat: Conversation, text: str, where: str) -> list[tuple[int, int]]:
+        """The characters of `text` that are responses."""
+        spans = []
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "assistant" or number < chat.first:
+                continue
+            before = self.render(chat.messages[:number], chat.tools, prompts=True)
+            after = self.render(chat.messages[: number + 1], chat.tools)
+            if not after.startswith(before) or not text.startswith(after):
+                raise DataError(
+                    f"{where}: the chat template writes message {number + 1} in another way if others follow it, or"
+                    " after its generation prompt, so where the response lies cannot be seen: put {% generation %} and"
+                    " {% endgeneration %} around the assistant's text in it (chat_template_path), make a line of each"
+                    " response, or set assistant_only_loss to false"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+    def _marked(self, chat: Conversation, begins: list[int]) -> list[bool]:
+        """Which of the tokens that begin at these characters the template marks as the assistant's."""
+        made = self._tokenizer.apply_chat_template(
+            chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        prompt = len(self.render(chat.messages[: chat.first], chat.tools)) if chat.first else 0
+        marks = made["assistant_masks"]
+        return [bool(mark) and begin >= prompt for mark, begin in zip(marks, begins, strict=True)]
+
+
+def read_chats(path: Path, data: DataConfig, folder: Path) -> Chats:
+    """The conversations of a JSONL file; made into tokens once and kept in `folder`. Any number of processes may call
+    it at once. Raises DataError."""
+    tokenizer = ChatTokenizer(data)
+    digest = _digest(path, tokenizer, data.assistant_only_loss)
+    kept = folder / "chats" / digest
+    if not kept.exists():
+        with locked(folder / ".lock"):
+            if not kept.exists():
+                _write(path, tokenizer, data.assistant_only_loss, kept)
+    with disk_errors("cannot read", kept):
+        tokens, counts, starts = (np.load(kept / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+    return Chats(digest=digest, tokens=tokens, counts=counts, starts=starts)
+
+
+def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
+    with disk_errors("cannot read", path), open(path, "rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    with disk_errors("cannot read", tokenizer_file(tokenizer.folder)):
+        made_by = hashlib.sha256(tokenizer_file(tokenizer.folder).read_bytes()).hexdigest()
+    facts = [_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: Path) -> None:
+    """Make tokens of a file's conversations into `folder`, which appears complete."""
+    ids: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    for each, counting in _encoded(path, tokenizer, only_responses):
+        ids.append(np.array(each, dtype=np.int32))
+        counts.append(np.array(counting, dtype=bool))
+    if not ids:
+        raise DataError(f"{path} has no line: a conversation a line, as messages or prompt and completion")
+    starts = np.concatenate([[0], np.cumsum([len(each) for each in ids])])
+    with staging_folder(folder) as staging, disk_errors("cannot write conversations to", folder):
+        staged = staging / "chats"
+        staged.mkdir()
+        for name, array in zip(_ARRAYS, (np.concatenate(ids), np.concatenate(counts), starts), strict=True):
+            np.save(staged / f"{name}.npy", array)
+        staged.rename(folder)
+
+
+def _encoded(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> Iterator[tuple[list[int], list[bool]]]:
+    for where, record in json_lines(path):
+        ids, counts = tokenizer.encode(parse(record, where), where, only_responses=only_responses)
+        if not any(counts[1:]):
+            raise DataError(f"{where}: no token counts: the responses are empty")
+        yield ids, counts

@@ -1,0 +1,199 @@
+"""Text from what was trained: the current weights of a run, or a Hugging Face folder, under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megaaccum.checkpoint import save_load
+from megaaccum.config import Config, resolve
+from megaaccum.config.load import assemble
+from megaaccum.config.source import read_command_line, read_yaml
+from megaaccum.distributed import groups
+from megaaccum.distributed.start import end_process_group, start_together
+from megaaccum.engine import Engine, initialize
+from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.model import gpt
+from megaaccum.pretrain.data.chats import ChatTokenizer
+from megaaccum.pretrain.data.sources import read_run_tokenizer
+from megaaccum.pretrain.data.tokenizer import end_of_document, read_tokenizer
+from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.training.run_folder import checkpoint_folder
+from megaaccum.pretrain.training.sampling import Draw, sample
+from megaaccum.pretrain.weights import config_json, weights_in
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_LAYOUT = frozenset(
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
+    " schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage sequence_parallel"
+    " pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
+)
+"""Keys of a run's layout that generation keeps; the others are about training."""
+_OF_TRAINING = frozenset(
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules gradient_checkpointing"
+    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity mtp_num_layers mtp_loss_scaling_factor".split()
+)
+"""Keys of a run's model that only training heeds. Capacity is left out, as padding would take places of tokens."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request for text. source: output_dir of a run, or a folder with a config.json; words: command-line
+    words of the configuration; checkpoint: of a run, default the current one; chat: prompts are a user's messages."""
+
+    source: Path
+    prompts: list[str]
+    max_new_tokens: int
+    words: Sequence[str] = ()
+    checkpoint: Path | None = None
+    chat: bool = False
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration, not resolved yet, for rows that hold the longest prompt and what is generated. Raises
+        ConfigError."""
+        text = yaml.safe_dump(self._keys | self._fixed)
+        config, problems = assemble([read_yaml(text, str(self.source)), read_command_line(self.words)])
+        if problems:
+            raise ConfigError(problems)
+        layout = config.parallel
+        tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+        width = max(map(len, self.prompt_ids)) + self.max_new_tokens
+        config.model.seq_length = -(-width // tp) * tp
+        config.batch.global_batch_size = 2 * pp * max(layout.expert_model_parallel_size, 1)
+        return config
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the source is a run, not a Hugging Face folder."""
+        return not (self.source / "config.json").is_file()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary before padding."""
+        size = self._receipt["data"]["vocab_size"] if self.is_run else self._json["vocab_size"]
+        return int(size)
+
+    @cached_property
+    def prompt_ids(self) -> list[list[int]]:
+        """The tokens of each prompt. Raises DataError without a tokenizer that makes them, ConfigError for none."""
+        if self.chat:
+            return [self._chat_tokenizer.prompt(prompt) for prompt in self.prompts]
+        found = [self._tokenizer.encode(prompt).ids for prompt in self.prompts]
+        if not all(found):
+            raise ConfigError("a prompt is empty, and the tokenizer begins a text with no token: give it a word")
+        return found
+
+    def text_of(self, ids: list[int]) -> str:
+        """The text of token ids, special ones left out."""
+        return str(self._tokenizer.decode(ids))
+
+    @cached_property
+    def stops(self) -> set[int]:
+        """The tokens that end a text: those of generation_config.json or config.json, and the tokenizer's."""
+        folder = self._model_folder
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            if folder is not None and (folder / name).is_file():
+                given = config_json.read_object(folder / name).get("eos_token_id")
+                found |= {given} if isinstance(given, int) else set(given or ())
+        if self.chat:
+            found |= self._chat_tokenizer.stops
+        return found or {end for end in [end_of_document(self._tokenizer)] if end is not None}
+
+    def load(self, engine: Engine) -> None:
+        """Load the weights. Collective over the world; raises CheckpointError on every rank."""
+        if not self.is_run:
+            weights_in.load(engine, self.source, vocab_size=self.vocab_size)
+            return
+        engine.shape = save_load.shape_of(engine.plan, self.vocab_size)
+        folder = self.checkpoint or checkpoint_folder(self._run_config)
+        if not engine.load(folder):
+            raise CheckpointError(f"{folder} holds no checkpoint: give --checkpoint the folder of one")
+
+    # --- where it comes from ---
+
+    @cached_property
+    def _receipt(self) -> dict[str, Any]:
+        return receipts.read_all(self.source)[-1]
+
+    @cached_property
+    def _json(self) -> config_json.Keys:
+        return config_json.read_json(self.source)
+
+    @cached_property
+    def _run_config(self) -> Config:
+        return receipts.config_of(self._receipt)
+
+    @property
+    def _model_folder(self) -> Path | None:
+        """The folder of the Hugging Face model, or from which the run began."""
+        if not self.is_run:
+            return self.source
+        return Path(self._run_config.run.init_from) if self._run_config.run.init_from else None
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        return read_run_tokenizer(self._run_config, "generate") if self.is_run else read_tokenizer(self.source)
+
+    @cached_property
+    def _chat_tokenizer(self) -> ChatTokenizer:
+        data = self._run_config.data if self.is_run else Config().data
+        data.tokenizer_model = data.tokenizer_model or str(self._model_folder or self.source)
+        return ChatTokenizer(data)
+
+    @cached_property
+    def _keys(self) -> dict[str, Any]:
+        """The keys of the model, and of a run's layout."""
+        if not self.is_run:
+            found = config_json.keys_from(self._json) | {"make_vocab_size_divisible_by": 1}
+            return {name: value for name, value in found.items() if value is not None}
+        sections = self._receipt["configuration"]
+        written = {
+            name: facts["value"]
+            for section in ("model", "parallel")
+            for name, facts in sections[section].items()
+            if facts["from"] not in ("default", "derived") and name not in _OF_TRAINING
+            if section == "model" or name in _LAYOUT
+        }
+        dtype = {"params_dtype": sections["sharding"]["params_dtype"]["value"]}
+        table = {"max_position_embeddings": self._run_config.model.max_position_embeddings}
+        return written | self._receipt["megatron"] | dtype | table
+
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        """The keys that make an engine without an optimizer, whose stages are whole on each rank."""
+        fixed: dict[str, Any] = {
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "backend": "ddp",
+            "micro_batch_size": 1,
+            "lr": 1.0,
+        }
+        return fixed | {"train_iters": 1, "data_path": ["none"], "output_dir": str(self.source)}
+
+
+def generate(generation: Generation, draw: Draw, world_size: int) -> Iterator[tuple[str, str]]:
+    """(prompt, continuation) of each prompt, the same on every rank. Collective over the world."""
+    plan = resolve(generation.config, world_size=world_size)
+    start_together(plan)
+    built = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+    chunks = gpt.build_chunks(plan, built, vocab_size=generation.vocab_size)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    engine = initialize(plan, chunks, groups=built)
+    generation.load(engine)
+    for text, ids in zip(generation.prompts, generation.prompt_ids, strict=True):
+        drawn = sample(
+            engine, ids, vocab_size=generation.vocab_size, num_tokens=generation.max_new_tokens, draw=draw,
+            stops=generation.stops,
+        )  # fmt: skip
+        yield text, generation.text_of(drawn)
+    end_process_group()

@@ -1,0 +1,183 @@
+"""Conversations of JSONL files: which tokens they become, which count, and how they are put into rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data.chat_rows import put_in_rows
+from megaaccum.pretrain.data.chats import Chats, ChatTokenizer, parse
+from megaaccum.pretrain.data.dataset import Datasets, build_datasets
+from tests.support.chats import CHATML, conversations, write_lines, write_tokenizer
+from tests.support.configs import make
+from tests.support.data_samples import make_plan
+
+MARKED = CHATML.replace(
+    "{{ message['content'] }}<|im_end|>\n",
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n",
+)
+ASIDE = CHATML.replace("{{ message['content'] }}", "{% if loop.last %}(thinking){% endif %}{{ message['content'] }}")
+TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "cd"}]
+
+
+def tokenizer_of(folder: Path, template: str | None = CHATML, **keys: Any) -> ChatTokenizer:
+    write_tokenizer(folder, template)
+    return ChatTokenizer(make(sft=True, tokenizer_model=str(folder), **keys).data)
+
+
+def counted(tokenizer: ChatTokenizer, record: dict[str, Any], **options: Any) -> str:
+    """The text of the tokens that count."""
+    ids, counts = tokenizer.encode(parse(record, "here"), "here", **{"only_responses": True} | options)
+    return tokenizer._tokenizer.decode([i for i, counting in zip(ids, counts, strict=True) if counting])
+
+
+def test_responses_count(tmp_path):
+    tokenizer = tokenizer_of(tmp_path)
+    assert counted(tokenizer, {"messages": TALK}) == "cd<|im_end|>\n"
+    assert counted(tokenizer, {"messages": TALK * 2}) == "cd<|im_end|>\n" * 2
+    assert counted(tokenizer, {"prompt": "a b", "response": "cd"}) == "cd<|im_end|>\n"
+    assert counted(tokenizer, {"prompt": TALK + TALK[:1], "completion": TALK[1:]}) == "cd<|im_end|>\n"
+    assert counted(tokenizer, {"messages": TALK}, only_responses=False).startswith("<|im_start|>user\na b")
+
+
+def test_a_template_that_marks_responses_decides(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, MARKED)
+    assert counted(tokenizer, {"messages": TALK * 2}) == "cd<|im_end|>" * 2
+    assert counted(tokenizer, {"prompt": TALK + TALK[:1], "completion": TALK[1:]}) == "cd<|im_end|>"
+
+
+def test_tokens_are_those_of_transformers(tmp_path):
+    tokenizer = tokenizer_of(tmp_path)
+    for record in conversations(8):
+        chat = parse(record, "here")
+        ids, _ = tokenizer.encode(chat, "here", only_responses=True)
+        assert ids == tokenizer._tokenizer.apply_chat_template(chat.messages, return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"text": "a"}, "needs messages, or prompt and completion; this one has ['text']"),
+        ({"messages": "a"}, "must be a list of objects with role and content"),
+        ({"messages": [{"role": "user"}]}, "must be a list of objects with role and content"),
+        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({"messages": TALK[1:]}, "cannot begin with the assistant"),
+        ({"prompt": TALK, "completion": TALK[:1]}, "no message of the assistant"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(record, text):
+    with pytest.raises(DataError, match="here: ") as caught:
+        parse(record, "here")
+    assert text in str(caught.value)
+
+
+def test_a_template_that_hides_responses_is_refused(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, ASIDE)
+    with pytest.raises(DataError, match=r"here: the chat template writes message 2 in another way"):
+        counted(tokenizer, {"messages": TALK * 2})
+    assert "a b" in counted(tokenizer, {"messages": TALK * 2}, only_responses=False)
+    raising = tokenizer_of(tmp_path / "raising", "{{ raise_exception('alternate!') }}")
+    with pytest.raises(DataError, match="here: the chat template raises TemplateError: alternate!"):
+        counted(raising, {"messages": TALK})
+
+
+def test_a_tokenizer_without_template_is_refused_and_given_one(tmp_path):
+    with pytest.raises(DataError, match=r"no chat template of its own.*chat_template_path"):
+        tokenizer_of(tmp_path, None)
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    tokenizer = tokenizer_of(tmp_path, None, chat_template_path=str(tmp_path / "mine.jinja"))
+    assert counted(tokenizer, {"messages": TALK}) == "cd<|im_end|>\n"
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def made_up(lengths: list[int]) -> Chats:
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.ones(starts[-1], dtype=bool)
+    return Chats(digest="", tokens=np.arange(starts[-1], dtype=np.int32), counts=counts, starts=starts)
+
+
+def test_rows_hold_every_conversation_once_and_are_full():
+    lengths = [2 + i * 7 % 15 for i in range(300)]
+    packed = put_in_rows(made_up(lengths), range(300), 16, packed=True)
+    assert Counter(n for row in packed.rows for n in row) == Counter(range(300))
+    assert all(sum(lengths[n] - 1 for n in row) <= 16 for row in packed.rows)
+    total = sum(lengths) - 300
+    assert len(packed) <= 1.03 * total / 16, "best fit decreasing leaves hardly any room"
+    alone = put_in_rows(made_up(lengths), range(300), 16, packed=False)
+    assert alone.rows == [[n] for n in sorted(range(300), key=lambda n: (-lengths[n], n))]
+
+
+def test_a_row_is_its_conversations_one_after_the_other():
+    chats = made_up([4, 30, 3])
+    chats.counts[[0, 1, 4, 5]] = False
+    sample = put_in_rows(chats, range(3), 8, packed=True)
+    long, short = sample[0], sample[1]
+    assert long["tokens"].tolist() == list(range(4, 12)) and long["labels"].tolist() == list(range(5, 13))
+    assert long["loss_mask"].tolist() == [0] + [1] * 7, "what does not fit is cut"
+    assert short["tokens"].tolist() == [0, 1, 2, 34, 35, 0, 0, 0]
+    assert short["labels"].tolist() == [1, 2, 3, 35, 36, 0, 0, 0]
+    assert short["loss_mask"].tolist() == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert short["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert short["document_starts"].nonzero().flatten().tolist() == [0, 3, 5]
+    assert "document_starts" not in put_in_rows(chats, range(3), 8, packed=False)[0]
+
+
+def test_a_conversation_whose_response_does_not_fit_is_left_out():
+    chats = made_up([4, 30])
+    chats.counts[4:20] = False
+    assert put_in_rows(chats, range(2), 8, packed=True).rows == [[0]]
+    with pytest.raises(DataError, match="none of 1 conversations has a response in its first 8 tokens"):
+        put_in_rows(chats, range(1, 2), 8, packed=True)
+
+
+# --- datasets --------------------------------------------------------------------------------------------------------
+
+
+def datasets(folder: Path, lines: int = 40, **keys: Any) -> Datasets:
+    write_tokenizer(folder)
+    write_lines(folder / "chats.jsonl", conversations(lines))
+    defaults = dict(sft=True, tokenizer_model=str(folder), data_path=[str(folder / "chats.jsonl")], seq_length=96)
+    return build_datasets(make_plan(folder, **defaults | dict(split="80,20,0") | keys))
+
+
+def rows_of(data: Datasets, count: int) -> list[tuple[int, ...]]:
+    return [tuple(data.train[i]["tokens"].tolist()) for i in range(count)]
+
+
+def test_passes_have_the_same_rows_in_other_orders(tmp_path):
+    data = datasets(tmp_path)
+    assert data.facts["data"].startswith("32 conversations of chats.jsonl in ")
+    size = int(data.facts["data"].split(" in ")[1].split()[0])
+    assert 4 < size < 32
+    first, second = rows_of(data, size), rows_of(data, 2 * size)[size:]
+    assert set(first) == set(second) and first != second and len(set(first)) == size
+    assert data.valid is not None and len(data.valid) == 4 * data.valid_batches
+    assert not {tuple(data.valid[i]["tokens"].tolist()) for i in range(len(data.valid))} & set(first)
+    assert rows_of(datasets(tmp_path), size) == first and rows_of(datasets(tmp_path, seed=2), size) != first
+
+
+def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(tmp_path):
+    data = datasets(tmp_path)
+    longer = datasets(tmp_path, train_iters=30)
+    assert rows_of(longer, 40) == rows_of(data, 40)
+    state = json.loads(json.dumps(data.state(20)))
+    later = longer.after(state, consumed=20, needed=60)
+    assert longer.differences(state) == {}
+    assert rows_of(later, 60) == rows_of(longer, 60)
+
+
+def test_other_conversations_are_other_data(tmp_path):
+    data = datasets(tmp_path)
+    assert datasets(tmp_path, lines=41).differences(data.state(0))
+    assert "assistant_only_loss: True in the checkpoint, False here" in datasets(
+        tmp_path, assistant_only_loss=False
+    ).differences(data.state(0))
