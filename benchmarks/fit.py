@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import frameworks
+from benchmarks.planner_accuracy import rows_of
 from benchmarks.published import Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.lab.planner.compute import Efficiency
@@ -40,7 +41,6 @@ CEILINGS = {
     "scores": 0.9,
     "memory": 0.95,
     "network": 1.0,
-    "grouped": 1.0,
 }
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     if args.memory:
         fit_memory(read(args.tables / "measured_memory.csv"), args.hardware)
         return
-    rows = [row for name in ("measured_vtrain", "measured_training") for row in read(args.tables / f"{name}.csv")]
+    rows = [row for name, table in rows_of(args.tables).items() if not name.endswith("memory") for row in table]
     cases = [case for case in cases_of(rows)[0] if case.hardware in args.hardware]
     half = [case for case in cases if in_fit_half(case.row)]
     free = [name for name in CONSTANTS if name not in args.fixed]

@@ -84,6 +84,10 @@ def layout_of(row: Row) -> Layouts:
         vpp = 2  # interleaved: at least; a V always has two, which tables leave out
     if pp == 1:
         name, vpp = "none", 1
+    elif row.source.startswith("mcore_h100") and row.whole("layers") % (2 * pp) == 0:
+        # Its README says that messages of the pipeline overlap, which interleaving needs; chunks of two layers.
+        name, vpp = "interleaved", row.whole("layers") // (2 * pp)
+        vpp, name = (vpp, name) if vpp > 1 else (1, "1f1b")
     elif name in ("none", "1f1b"):
         name = "interleaved" if vpp > 1 else "1f1b"
     micro = _micro_batch(row, dp)
@@ -112,12 +116,14 @@ def layout_of(row: Row) -> Layouts:
 def has_sequence_parallel(row: Row) -> bool:
     """Sequence parallelism came with arXiv 2205.05198; BigScience's fork, vTrain's and the runs of 2021 lack it."""
     old = ("narayanan2021", "bigscience", "vtrain", "mtnlg")
+    if row.source == "korthikanti":
+        return row.text("recompute") == "selective"  # the paper compares its scheme with what was before
     return not row.source.startswith(old)
 
 
 def flash(row: Row) -> bool:
     """Fused attention: not in the Megatron forks of 2021 to 2023."""
-    return not row.source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg", "zero_bubble"))
+    return not row.source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg", "korthikanti", "zero_bubble"))
 
 
 def states_of(row: Row) -> StateBytes:
@@ -142,12 +148,16 @@ def kernels_of(row: Row) -> Kernels:
     """The kernels of the framework's layers, which decide what a layer keeps for its backward."""
     torch_loss = row.text("framework").startswith(("torchtitan", "llm-foundry"))
     compiled_loss = torch_loss and row.source.startswith("torchtitan_h200")  # torchtitan compiles its loss since 2025
+    # Transformer Engine's fused cross entropy writes the logits' gradient over the logits.
+    fused_loss = (row.source == "simumax" and "cef" in row.name) or "Bridge" in row.text("framework")
     modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
     return Kernels(
         flash=flash(row),
         every_second_matmul=row.text("framework").startswith("torchtitan") and _recompute(row) == "selective",
         # torch's cross entropy on FP32 logits: 16-bit logits, FP32 logits, their log-softmax, its gradient.
-        logit_bytes=14.0 if torch_loss and not compiled_loss else 8.0,
+        logit_bytes=2.0 if fused_loss else 14.0 if torch_loss and not compiled_loss else 8.0,
+        compiled="compile" in row.text("framework"),
+        kept_weight_grads=row.source == "simumax" or "Bridge" in row.text("framework"),
         recompute_modules=frozenset(modules) or frozenset({"core_attn"}),
         matmul_element=1.0 if precision(row) == "fp8" and not torch_loss else None,
     )
@@ -178,6 +188,8 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
     if row.text("precision") == "" and row.source.startswith("zero_bubble"):
         model.attention_dropout = model.hidden_dropout = 0.1
     on_device = "nvidia-smi" in row.text("mem_kind")
+    if row.text("mem_kind") == "allocated":
+        usage = replace(usage, fragmentation=0.0)
     # An allocator's peak knows nothing of the context; DeepSpeed's two buckets of 5e8 elements are in both.
     buckets = 2 * 5e8 * 2 if row.text("framework") == "Megatron-DeepSpeed" else 0.0
     return (
@@ -205,14 +217,14 @@ def software_of(row: Row) -> Software:
     compiled = "compile" in framework
     modern = framework.startswith(("Megatron-Core", "Megatron-Bridge", "NeMo", "MegaScale"))
     fsdp = is_fsdp(row)
-    old = source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg"))
+    old = source.startswith(("narayanan2021", "bigscience", "vtrain", "mtnlg", "korthikanti"))
     return Software(
         precision=precision(row),
         flash=flash(row),
-        first_flash="foundry" in framework,  # its Triton kernel, for ALiBi
+        attention=attention_share(row),
         # All but torchtitan without compilation bring fused norms, softmaxes and activations.
         fused=not framework.startswith("torchtitan") or compiled,
-        grad_bytes=4.0 if fsdp and framework.startswith("torchtitan") else 2.0,
+        grad_bytes=4.0 if (fsdp and framework.startswith("torchtitan")) or "FP32" in row.text("dp_sharding") else 2.0,
         param_bytes=2.0,
         grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),
         params_overlap=modern or fsdp,
@@ -220,10 +232,64 @@ def software_of(row: Row) -> Software:
         # Megatron-LM of these years, and DeepSpeed's pipeline engine.
         scattered_messages=old or source.startswith("megascale"),
         # User buffers (NeMo, Bridge) and asynchronous tensor parallelism cut products into pieces that overlap.
-        tp_exposed=0.4 if re.search("Async|async|Bridge|NeMo", framework) else 1.0,
-        ep_exposed=1.0,
-        host=1.0,
+        tp_exposed=0.4 if re.search("Async|async|Bridge|NeMo|Core|MegaScale", framework) else 1.0,
+        ep_overlap=overlaps_experts(row),
+        fused_dispatch=has_fused_dispatch(row),
+        row_passes=row_passes(row),
+        imbalance=NATURAL if row.text("routing") == "natural" else 1.0,
+        pace=PIPELINE_ENGINE if source.startswith(("bigscience", "mtnlg")) else 1.0,
+        host=host_share(row),
     )
+
+
+PIPELINE_ENGINE = 1.2
+"""DeepSpeed's PipelineEngine, whose sends and receives block, over Megatron's schedules: from BigScience's rows."""
+
+
+def attention_share(row: Row) -> float:
+    """The attention's rate as a share of the best kernel's (cuDNN's, FlashAttention 3): FlashAttention 2 on Hopper has
+    half of it (arXiv 2407.08608, 35 % of the peak for 75 %), and llm-foundry's first one, in Triton for ALiBi, half of
+    that again (arXiv 2307.08691)."""
+    older = row.text("framework").startswith(("torchtitan", "llm-foundry")) and "A100" not in row.text("gpu").upper()
+    return (0.5 if older else 1.0) * (0.5 if "foundry" in row.text("framework") else 1.0)
+
+
+def has_fused_dispatch(row: Row) -> bool:
+    """DeepEP or HybridEP. Megatron-Bridge's recipes use one of them for all but GPT-OSS and dropped tokens."""
+    alltoall = row.text("model").startswith("GPT OSS") or "tokendrop" in row.text("model")
+    return "Bridge" in row.text("framework") and not alltoall
+
+
+def row_passes(row: Row) -> float:
+    """HybridEP sorts on the way; before it, FP8 pads each expert's rows in a pass of its own."""
+    if row.source == "cards" and has_fused_dispatch(row):
+        return 2.0
+    return 6.0 if precision(row) == "16 bit" else 10.0
+
+
+def overlaps_experts(row: Row) -> bool:
+    """Exchanges under the compute of other micro-batches, as the recipes for large models on H100 ask for it, and
+    those that capture whole steps."""
+    large = row.text("model").startswith(("DeepSeek", "Qwen3_235B", "Kimi")) and "H100" in row.text("gpu")
+    asked = row.source == "cards" and ("pretrain_performance" in row.name or row.text("overlap") == "yes")
+    bridge = "Bridge" in row.text("framework") and "tokendrop" not in row.text("model")
+    return bridge and (large or asked or row.text("graphs") == "full")
+
+
+NATURAL = 1.25
+"""Rows of the busiest rank over the mean if routing is not forced to be even: an assumption."""
+GRAPHS = {"full": 0.0, "te": 0.5}
+"""The host's share of its work with CUDA graphs: of a whole step, of attention and router."""
+
+
+def host_share(row: Row) -> float:
+    """Recipes for GB200 and GB300 capture attention and router; cards say what they capture."""
+    graphs = row.text("graphs")
+    if "tokendrop" in row.text("model"):
+        return 0.5  # shapes are known beforehand: the host does not wait for the router
+    if not graphs and "Bridge" in row.text("framework") and "GB" in row.text("gpu"):
+        graphs = "te"
+    return GRAPHS.get(graphs, 1.0) * (0.75 if row_passes(row) == 2.0 else 1.0)
 
 
 _GPUS = (
@@ -232,7 +298,14 @@ _GPUS = (
     ("GB300", "gb300"), ("GB200", "gb200"), ("B300", "b300"), ("B200", "b200"), ("MI300X", "mi300x"),
 )  # fmt: skip
 
-NETWORKS = {"vtrain": 100e9, "bigscience": 50e9, "narayanan2021": 200e9, "mtnlg": 200e9, "llm_foundry": 200e9}
+NETWORKS = {
+    "vtrain": 100e9,
+    "bigscience": 50e9,
+    "narayanan2021": 200e9,
+    "mtnlg": 200e9,
+    "korthikanti": 200e9,
+    "llm_foundry": 200e9,
+}
 """Bytes per second that leave a node: 800 Gb/s (vTrain), four OmniPath ports of 100 Gb/s (Jean Zay), eight HDR ports
 (Selene), 1,600 Gb/s (llm-foundry's A100 nodes, as its README says). Others: the hardware table's."""
 

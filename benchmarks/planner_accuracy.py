@@ -16,6 +16,7 @@ import csv
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the file runs without being installed
 
 from benchmarks import frameworks
+from benchmarks.cards import korthikanti, read_cards, read_simumax
 from benchmarks.published import LeftOut, Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.units import GIB
 
-TABLES = {"memory": "measured_memory.csv", "vtrain": "measured_vtrain.csv", "training": "measured_training.csv"}
+TABLES: dict[str, tuple[str, Callable[[Path], list[Row]]]] = {
+    "memory": ("measured_memory.csv", read),
+    "vtrain": ("measured_vtrain.csv", read),
+    "training": ("measured_training.csv", read),
+    "cards": ("cards.csv", read_cards),
+    "simumax": ("simumax_b200.csv", read_simumax),
+    "simumax memory": ("simumax_b200.csv", read_simumax),
+}
 SPREAD = 0.14
 """By how much the readings of BigScience's rows 093 and 094, which are the same run, differ: 44 and 38 GB."""
 UNDER = -0.10
@@ -63,11 +72,12 @@ class Result:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    found = {name: args.tables / file for name, file in TABLES.items() if (args.tables / file).is_file()}
-    if not found:
-        print(f"{args.tables} holds none of {', '.join(TABLES.values())}: give --tables DIR.", file=sys.stderr)
+    tables = rows_of(args.tables)
+    if not tables:
+        files = ", ".join(dict.fromkeys(file for file, _ in TABLES.values()))
+        print(f"{args.tables} holds none of {files}: give --tables DIR.", file=sys.stderr)
         return 2
-    results = {name: compare(name, read(path)) for name, path in found.items()}
+    results = {name: compare(name, rows) for name, rows in tables.items()}
     for name, result in results.items():
         print_table(name, result)
     summary = summarise(results)
@@ -87,9 +97,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def rows_of(folder: Path) -> dict[str, list[Row]]:
+    """The rows of every table that the folder holds; with those, the published ones that are kept in this package."""
+    found = {name: reader(folder / file) for name, (file, reader) in TABLES.items() if (folder / file).is_file()}
+    return found | {"korthikanti": korthikanti()} if found else {}
+
+
 def compare(name: str, rows: list[Row]) -> Result:
     """Predict every row of one table that can be."""
-    return compare_memory(rows) if name == "memory" else compare_time(rows)
+    return compare_memory(rows) if name.endswith("memory") else compare_time(rows)
 
 
 def compare_time(rows: list[Row]) -> Result:
@@ -165,7 +181,7 @@ def groups(compared: list[Compared]) -> dict[str, list[Compared]]:
 
 
 def print_table(name: str, result: Result) -> None:
-    print(f"\n{TABLES[name]}")
+    print(f"\n{name}")
     print(f"{'source':<28}{'rows':>6}{'left out':>10}{'median':>9}{'MAPE':>9}{'p90':>9}{'worst':>9}{'bias':>9}")
     left = Counter(row.source for row, _ in result.left_out)
     for group, rows in groups(result.compared).items():

@@ -111,8 +111,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "Nemotron-22B": _LLAMA | dict(swiglu=False) | _shape(40, 6144, 24576, 48, vocab=256000),
     "Nemotron-340B": _LLAMA | dict(swiglu=False) | _shape(96, 18432, 73728, 96, 8, 256000),  # arXiv 2406.11704
     "DeepSeekV3": _LLAMA | _shape(61, 7168, 18432, 128, vocab=129280) | _DEEPSEEK,  # arXiv 2412.19437
+    "DeepSeekV2": _LLAMA
+    | _shape(60, 5120, 12288, 128, vocab=102400)
+    | _DEEPSEEK
+    | dict(num_experts=160, moe_router_topk=6, moe_ffn_hidden_size=1536, moe_shared_expert_intermediate_size=3072)
+    | dict(moe_layer_freq=None),  # arXiv 2405.04434; the first layer is dense
+    "Kimi-K2": _LLAMA
+    | _shape(61, 7168, 18432, 64, vocab=163840)
+    | _DEEPSEEK
+    | dict(num_experts=384, moe_layer_freq=[0] + [1] * 60),  # arXiv 2507.20534
+    "Moonlight": _LLAMA
+    | _shape(27, 2048, 11264, 16, vocab=163840)
+    | _DEEPSEEK
+    | dict(q_lora_rank=None, num_experts=64, moe_router_topk=6, moe_ffn_hidden_size=1408)
+    | dict(moe_shared_expert_intermediate_size=2816, moe_layer_freq=[0] + [1] * 26),  # arXiv 2502.16982
     "Qwen3_30B": _LLAMA | _shape(48, 2048, 6144, 32, 4, 151936) | _QWEN | dict(moe_ffn_hidden_size=768),
     "Qwen3_235B": _LLAMA | _shape(94, 4096, 12288, 64, 4, 151936) | _QWEN | dict(moe_ffn_hidden_size=1536),
+    "GPT OSS 20B": _LLAMA
+    | _shape(24, 2880, 2880, 64, 8, 201088)
+    | dict(kv_channels=64, num_experts=32, moe_router_topk=4, moe_ffn_hidden_size=2880),
     "GPT OSS 120B": _LLAMA
     | _shape(36, 2880, 2880, 64, 8, 201088)
     | dict(kv_channels=64, num_experts=128, moe_router_topk=4, moe_ffn_hidden_size=2880),  # arXiv 2508.10925
@@ -125,6 +142,8 @@ VOCABULARIES = {"zero_bubble": 50304, "vtrain": 51200, "bigscience": 250880}
 
 def model_of(row: Row) -> tuple[ModelConfig, int]:
     """The model of a row, resolved, and its vocabulary. LeftOut where the publication does not tell its shape."""
+    if row.text("left_out"):
+        raise LeftOut(row.text("left_out"))
     keys = dict(next((shape for name, shape in MODELS.items() if row.text("model").startswith(name)), {}))
     if not keys:
         keys = dict(_LLAMA if "llama" in row.text("model").lower() else _GPT)
@@ -140,6 +159,9 @@ def model_of(row: Row) -> tuple[ModelConfig, int]:
     keys["vocab_size"] = keys.get("vocab_size") or _vocabulary(row)
     if "w/ MTP" in row.text("model"):
         keys["mtp_num_layers"] = 1
+    if "num_experts" in keys and row.text("layers") and (freq := keys.get("moe_layer_freq", 0)) != 0:
+        dense = freq.index(1) if freq else 1  # a model cut to some layers keeps its dense ones first
+        keys["moe_layer_freq"] = [0] * dense + [1] * (keys["num_layers"] - dense)
     if "hidden_size" not in keys:
         raise LeftOut("shape not published")
     keys.setdefault("num_attention_heads", _heads(keys["hidden_size"]))

@@ -35,6 +35,11 @@ class Kernels:
     second matrix product, instead of everything but the scores."""
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
     """Modules that selective recompute runs again (Megatron's recompute_modules)."""
+    compiled: bool = False
+    """The layer is compiled, and so does not keep its last product, which no backward needs."""
+    kept_weight_grads: bool = False
+    """A gradient per shape of weight stays allocated, which no one reads: Transformer Engine 2 returns it to autograd
+    where it adds the real one to the main gradients itself."""
     logit_bytes: float = 8.0
     """Bytes per logit at the peak of the loss: the 16-bit logits, their FP32 softmax, and the 16-bit gradient."""
 
@@ -131,6 +136,9 @@ def _attention(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
     queries, groups = heads * (model.kv_channels or 0), (model.num_query_groups or 0) * (model.kv_channels or 0)
     kept = t * hidden * whole_share(at) * kernels.saved_input
     kept = kept + t * (queries + 2 * groups) * kernels.element / at.tp
+    if model.position_embedding_type == "rope":
+        # Rotated queries and keys are new tensors, and the values, a view, hold the product that all three are cut of.
+        kept = kept + t * (queries + groups) * kernels.element / at.tp
     return kept + t * queries * kernels.element / at.tp + t * heads * 4 / at.tp
 
 
@@ -180,7 +188,9 @@ def _every_second_product(model: ModelConfig, at: Layouts, kernels: Kernels) -> 
     t, hidden, head = tokens(model, at), model.hidden_size, model.kv_channels or 0
     inside = 2 * model.num_attention_heads * head + (model.num_query_groups or 0) * head + (model.ffn_hidden_size or 0)
     softmax = t * model.num_attention_heads * 4 / at.tp
-    return (2 * t * hidden * whole_share(at) + t * inside / at.tp) * kernels.element + softmax
+    return (
+        (1 if kernels.compiled else 2) * t * hidden * whole_share(at) + t * inside / at.tp
+    ) * kernels.element + softmax
 
 
 def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every: LayerBytes, *, moe: bool) -> Any:

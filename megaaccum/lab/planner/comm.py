@@ -91,13 +91,23 @@ def all_reduce(num_bytes: Any, group: Group, links: Links) -> Any:
     return np.minimum(2 * gather(num_bytes, group, links), tree(num_bytes, group, links))
 
 
-def all_to_all(num_bytes: Any, group: Group, links: Links) -> Any:
-    """Every rank sends `num_bytes` / K to every other: what leaves the node passes each GPU's own network link."""
+def copies(group: Group, topk: int = 1, *, once: bool = False) -> tuple[Any, Any]:
+    """Copies of a token that go to (other ranks of its node, other nodes), if each of `topk` is for any rank: all of
+    them, or `once` for a rank, and beyond the node once for a node, that some are for."""
     k = np.maximum(np.asarray(group.size, dtype=float), 1)
-    away = np.maximum(0.0, k - group.per_node) / k
-    inside = np.maximum(0.0, np.asarray(group.per_node) - 1.0) / k
+    nodes, here = np.maximum(1.0, k / group.per_node), np.asarray(group.per_node) - 1.0
+    if not once:
+        return topk * here / k, topk * (1 - 1 / nodes)
+    return here * (1 - (1 - 1 / k) ** topk), (nodes - 1) * (1 - (1 - 1 / nodes) ** topk)
+
+
+def all_to_all(num_bytes: Any, group: Group, links: Links, sent: tuple[Any, Any] | None = None) -> Any:
+    """Every rank sends `num_bytes` / K to every other, or its `num_bytes` by the numbers of copies in `sent`: what
+    leaves the node passes each GPU's own network link, while the rest passes the node's."""
+    inside, away = copies(group) if sent is None else sent
     slow = away * num_bytes / links.net_bandwidth + np.where(away > 0, links.net_latency, 0.0)
-    return np.maximum(slow, inside * num_bytes / links.node_bandwidth) + np.where(k > 1, links.node_latency, 0.0)
+    alone = np.asarray(group.size) <= 1
+    return np.maximum(slow, inside * num_bytes / links.node_bandwidth) + np.where(alone, 0.0, links.node_latency)
 
 
 def message(num_bytes: Any, crosses_nodes: Any, links: Links) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ class Efficiency:
     """Share of the 8-bit peak."""
     gemm_fp4: float = 0.50
     """Share of the 4-bit peak."""
-    grouped: float = 0.7
-    """Share of a product's rate, in the products of routed experts: unequal loads, many small matrices."""
     half_m: float = 300.0
     """Rows (tokens) at which a product is half as fast as a large one; likewise columns and inner width."""
     half_n: float = 200.0
@@ -86,7 +84,24 @@ def gemm_seconds(product: Gemm, device: Device, precision: str = "16 bit") -> An
     e = device.efficiency
     flops = 2.0 * product.m * product.n * product.k * product.count
     slowed = (1 + e.half_m / product.m) * (1 + e.half_n / product.n) * (1 + e.half_k / product.k)
-    return flops / (device.rate(precision) * (e.grouped if product.grouped else 1.0)) * slowed
+    return flops / device.rate(precision) * slowed
+
+
+def weight_seconds(products: Iterable[Gemm], device: Device, element: float) -> Any:
+    """Seconds to move `element` bytes of each weight of grouped products. Few rows hide no part of it: with this term
+    the kernels of MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json (4dcaae5), need no rate of their own."""
+    elements = sum(each.n * each.k * each.count for each in products if each.grouped)
+    return elements * element / device.hbm_bandwidth
+
+
+def cast_seconds(products: Iterable[Gemm], device: Device, *, backward: bool) -> Any:
+    """Seconds to write the products' inputs (or their outputs' gradients) in 8 bit, as they are and transposed."""
+    elements = sum(each.m * (each.n if backward else each.k) * each.count for each in products)
+    return CAST_BYTES * elements / (device.hbm_bandwidth * device.efficiency.memory)
+
+
+CAST_BYTES = 4.0
+"""Bytes read and written per element that is cast to 8 bit: 16 bit in, two copies out."""
 
 
 def attention_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
@@ -115,11 +130,11 @@ def mlp_products(model: ModelConfig, at: Layouts, width: int) -> Iterator[Gemm]:
     yield Gemm(t, model.hidden_size, width / at.tp)
 
 
-def expert_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
-    """Router, a rank's routed experts (tokens spread evenly), and the shared expert."""
+def expert_products(model: ModelConfig, at: Layouts, *, imbalance: float) -> Iterator[Gemm]:
+    """Router, a rank's routed experts, with `imbalance` times an even share of the tokens, and the shared expert."""
     t, hidden, width = tokens_of(model, at) * whole_share(at), model.hidden_size, model.moe_ffn_hidden_size or 0
     experts = np.maximum(1, (model.num_experts or 1) // at.ep)
-    rows = t * model.moe_router_topk * at.etp / experts
+    rows = t * model.moe_router_topk * at.etp / experts * imbalance
     yield Gemm(t, model.num_experts or 1, hidden)
     yield Gemm(rows, width * (2 if model.swiglu else 1) / at.etp, hidden, experts, grouped=True)
     yield Gemm(rows, hidden, width / at.etp, experts, grouped=True)
@@ -127,9 +142,9 @@ def expert_products(model: ModelConfig, at: Layouts) -> Iterator[Gemm]:
         yield from mlp_products(model, at, model.moe_shared_expert_intermediate_size)
 
 
-def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash: bool) -> Any:
-    """The two products of scores and values in the forward pass: half of them under a causal mask where they are
-    fused (arXiv 2307.08691), all of them and the traffic of the scores where they are not."""
+def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash: bool, backward: bool = False) -> Any:
+    """The two products of scores and values in a pass: half of them under a causal mask where they are fused
+    (arXiv 2307.08691, whose backward pass makes five), all of them and the traffic of the scores where they are not."""
     t, heads, keys = tokens_of(model, at), model.num_attention_heads, model.seq_length
     if model.multi_latent_attention:
         width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
@@ -138,14 +153,23 @@ def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash:
     flops = 2.0 * t * keys * heads * width / at.tp
     e = device.efficiency
     if flash:
-        # Short sequences leave most of a tile to the mask.
-        return flops / 2 * (1 + 512 / keys) / (device.peak * e.attention)
-    traffic = t * keys * heads / at.tp * 2 * SCORE_PASSES
-    return flops / (device.peak * e.scores) + traffic / (device.hbm_bandwidth * e.memory)
+        # Short sequences leave most of a tile to the mask; a ring attends to one rank's keys at a time.
+        flops = flops * (2.5 if backward else 1.0)
+        return flops / 2 * (1 + 512 * at.cp / keys) / (device.peak * e.attention)
+    traffic = t * keys * heads / at.tp * 2 * SCORE_PASSES[backward]
+    return flops * (2 if backward else 1) / (device.peak * e.scores) + traffic / (device.hbm_bandwidth * e.memory)
 
 
-SCORE_PASSES = 8
-"""Times that each score is read or written in a forward pass that keeps them: scaled and masked, softmax, dropout."""
+SCORE_PASSES = (6.5, 9.5)
+"""Times that each score is read or written in a (forward, backward) pass that keeps them. Forward: written by the first
+product, read and written by the fused softmax and by the dropout with its mask, read by the second product."""
+
+
+def permute_seconds(model: ModelConfig, at: Layouts, device: Device, *, passes: float) -> Any:
+    """Tokens sorted by expert before they are sent, again by local expert after, and back: topk rows of each are read
+    or written `passes` times, and the token itself twice."""
+    rows = tokens_of(model, at) * whole_share(at) * (passes * model.moe_router_topk + 2)
+    return 2.0 * rows * model.hidden_size / (device.hbm_bandwidth * device.efficiency.memory)
 
 
 def memory_bound_seconds(model: ModelConfig, at: Layouts, device: Device, *, width: Any, fused: bool) -> Any:
@@ -154,4 +178,7 @@ def memory_bound_seconds(model: ModelConfig, at: Layouts, device: Device, *, wid
     whole_passes, inner_passes = (8.0, 2.0) if fused else (13.0, 2.5)
     t, inner = tokens_of(model, at), (1.5 if model.swiglu else 1.0)
     elements = whole_passes * model.hidden_size * whole_share(at) + inner_passes * inner * width / at.tp
+    if model.multi_latent_attention:  # queries and keys are put together of two parts, the second one rotated
+        head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
+        elements = elements + 2 * model.num_attention_heads * head / at.tp
     return 2.0 * t * elements / (device.hbm_bandwidth * device.efficiency.memory)

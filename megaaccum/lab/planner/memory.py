@@ -11,6 +11,7 @@ import numpy as np
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import activations, pipeline
 from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.compute import attention_products
 from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
 from megaaccum.lab.planner.gather_units import Units, units_of
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
@@ -179,6 +180,7 @@ class MemoryModel:
         # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
         again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
         kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
+        kinds["workspace"] += self._weight_grads(at, chunks)
         gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
         bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes * self._bucket_copies(at)
         kinds["buffers"] = self.buffer_bytes + gathered + bucket + zero
@@ -263,6 +265,27 @@ class MemoryModel:
             kept = kept + activations.embedding(self.model, at, self.kernels)
         boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
         return kept + boundary * activations.layer_input(self.model, at, self.kernels)
+
+    def _weight_grads(self, at: Layouts, chunks: list[Stage]) -> Any:
+        """Gradients of weights beside those that are summed up: the largest until it is added, or one of each shape
+        (`kept_weight_grads`). None for local layers, whose sum autograd writes itself."""
+        model, kernels = self.model, self.kernels
+        if kernels.local:
+            return 0.0
+        rows = padded_rows(model, self.vocab_size, at.tp)
+        head = rows * model.hidden_size / at.tp if any(chunk.head for chunk in chunks) else 0.0
+        fused = 2 if model.swiglu else 1
+        shared, expert = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size or 0
+        dense = (model.ffn_hidden_size or 0) if any(chunk.dense for chunk in chunks) else 0
+        if not any(chunk.moe or chunk.prediction for chunk in chunks):
+            shared = expert = 0
+        widths = (dense / at.tp, shared / at.tp, expert / at.etp)
+        if not kernels.kept_weight_grads:
+            return kernels.element * np.max(
+                [head + 0.0 * at.tp, *(fused * each * model.hidden_size for each in widths)], axis=0
+            )
+        attention = sum(each.n * each.k for each in attention_products(model, at))
+        return kernels.element * (head + attention + (1 + fused) * model.hidden_size * sum(widths))
 
     def _loss(self, at: Layouts, chunks: list[Stage]) -> np.ndarray:
         """Logits are there for one micro-batch at a time: its backward follows its forward on the last stage."""

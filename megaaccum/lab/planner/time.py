@@ -30,6 +30,18 @@ HOST_BANDWIDTH = 200e9
 LOSS_BYTES = 14.0
 """Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
+EP_LEFT = 0.1
+"""Share of overlapped expert-parallel communication that is seen: the first micro-batch's, and SMs that it takes."""
+RING_STEP = 30e-6
+"""Seconds to start and correct one step of ring attention."""
+HOST_NORM = 6
+"""A layer takes the longer of what the device and the host need, and a little more where they need about the same: this
+is the order of the norm of both."""
+BACKWARD_LIGHT = 1.5
+"""Bytes that memory-bound kernels move in the backward pass per byte in the forward pass: they read the saved input
+beside the gradient."""
+MAIN_GRAD_BYTES = 8.0
+"""Bytes read and written per element of a weight's FP32 gradient, for every micro-batch."""
 MOE_KERNELS = 6.0
 """Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
 
@@ -42,8 +54,8 @@ class Software:
     """Precision of matrix products: '16 bit', 'fp8' or 'fp4'."""
     flash: bool = True
     """Fused attention."""
-    first_flash: bool = False
-    """The fused attention is of the first generation (arXiv 2205.14135), half as fast as the second (2307.08691)."""
+    attention: float = 1.0
+    """Rate of the fused attention, as a share of the best kernel's on the GPU."""
     fused: bool = True
     """Norms, biases, dropouts and activations in few kernels."""
     grad_bytes: float = 4.0
@@ -64,10 +76,19 @@ class Software:
     """The optimizer runs on the host, which takes gradients and gives back parameters over PCIe."""
     tp_exposed: float = 1.0
     """Share of tensor-parallel communication that no compute hides."""
-    ep_exposed: float = 1.0
-    """Share of expert-parallel communication that no compute hides."""
+    ep_overlap: bool = False
+    """Expert-parallel communication runs under the compute of another micro-batch, as far as that lasts."""
+    fused_dispatch: bool = False
+    """A token crosses once to each rank and node that has experts for it (DeepEP)."""
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts over the mean."""
+    row_passes: float = 6.0
+    """Times that a routed row is read or written between router and experts, and as often on its way back: to sort,
+    to sort again after the exchange, and to pad experts' rows for 8 bit (10 with that; 2 where the exchange sorts)."""
     barrier: bool = True
     """A step waits for the slowest rank of the one before."""
+    pace: float = 1.0
+    """Seconds that a rank takes for its passes, over those under Megatron's own schedules."""
     host: float = 1.0
     """Share of `Efficiency.launch` that the host needs: 0 with CUDA graphs."""
 
@@ -137,7 +158,7 @@ class TimeModel:
 
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
-        passes = self.passes(at)
+        passes = {kind: one * self.software.pace for kind, one in self.passes(at).items()}
         kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
         slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
         mean = self._mean_pass(passes, at, pp)
@@ -189,19 +210,29 @@ class TimeModel:
         products = [*compute.attention_products(model, at)]
         width: Any = model.ffn_hidden_size or 0
         if moe:
-            products += compute.expert_products(model, at)
+            products += compute.expert_products(model, at, imbalance=soft.imbalance)
             width = (model.moe_ffn_hidden_size or 0) * model.moe_router_topk
         else:
             products += compute.mlp_products(model, at, width)
         matmul = sum(compute.gemm_seconds(product, device, soft.precision) for product in products)
-        attention = compute.attention_seconds(model, at, device, flash=soft.flash) * (1 + soft.first_flash)
+        element = 2.0 if soft.precision == "16 bit" else 1.0
+        weights = compute.weight_seconds(products, device, element)
+        casts = [0.0, 0.0]
+        if soft.precision != "16 bit":
+            casts = [compute.cast_seconds(products, device, backward=backward) for backward in (False, True)]
+        attention, attention_back = (
+            compute.attention_seconds(model, at, device, flash=soft.flash, backward=backward) / soft.attention
+            for backward in (False, True)
+        )
         light = compute.memory_bound_seconds(model, at, device, width=width, fused=soft.fused)
-        talk = self._layer_talk(at, moe=moe)
+        moved = compute.permute_seconds(model, at, device, passes=soft.row_passes) if moe else 0.0
+        busy = matmul + weights + attention + light + moved
+        talk = self._layer_talk(at, busy, moe=moe)
         kernels = MOE_KERNELS if moe else 1.0
-        forward = self._not_below_host(at, matmul + attention + light + talk, kernels)
-        backward = (2.5 if soft.flash else 2.0) * attention + 2 * light + talk
-        weight_grad = matmul + 0.0 * forward
-        input_grad = self._not_below_host(at, matmul + backward + matmul, 0.9 * kernels) - weight_grad
+        forward = self._not_below_host(at, busy + casts[0] + talk, kernels)
+        backward = attention_back + BACKWARD_LIGHT * light + moved + casts[1] + talk
+        weight_grad = matmul + compute.weight_seconds(products, device, MAIN_GRAD_BYTES) + 0.0 * forward
+        input_grad = self._not_below_host(at, matmul + weights + backward + weight_grad, 0.9 * kernels) - weight_grad
         again = np.select(
             [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
             [forward, 0.0 * forward if soft.flash else attention],
@@ -215,7 +246,8 @@ class TimeModel:
         other."""
         e, links = self.hardware.device.efficiency, self.hardware.links
         crowded = 1 + e.straggler * np.minimum(1.0, at.tp / links.gpus_per_node) ** 3
-        return np.maximum(seconds, self.software.host * share * e.launch * crowded)
+        host = self.software.host * share * e.launch * crowded
+        return (seconds**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM)
 
     def _head(self, at: Layouts) -> Pass:
         """Output matrix and loss of one micro-batch."""
@@ -227,8 +259,9 @@ class TimeModel:
 
     # --- communication -----------------------------------------------------------------------------------------
 
-    def _layer_talk(self, at: Layouts, *, moe: bool) -> Any:
-        """Exposed seconds of tensor, context and expert parallel communication in one pass through a layer."""
+    def _layer_talk(self, at: Layouts, busy: Any, *, moe: bool) -> Any:
+        """Exposed seconds of tensor, context and expert parallel communication in one pass through a layer, which
+        computes for `busy` seconds."""
         model, links, soft = self.model, self.hardware.links, self.software
         size = tokens_of(model, at) * model.hidden_size * 2.0
         reductions = 1 if moe else 2
@@ -236,12 +269,25 @@ class TimeModel:
         if moe:
             group = Group.strided(at.ep, at.etp, links)
             share = np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
-            sent = size * share * model.moe_router_topk
-            talk = talk + soft.ep_exposed * 2 * comm.all_to_all(sent, group, links)
-        keys = tokens_of(model, at) * 2 * (model.num_query_groups or 0) * (model.kv_channels or 0) * 2.0 / at.tp
-        around = comm.ring(keys * at.cp, Group.strided(at.cp, at.tp, links), links)
-        busy = compute.attention_seconds(model, at, self.hardware.device, flash=soft.flash)
-        return talk + np.maximum(0.0, around - busy)
+            sent = comm.copies(group, model.moe_router_topk, once=soft.fused_dispatch)
+            crossing = 2 * comm.all_to_all(size * share * soft.imbalance, group, links, sent)
+            # Under the other half of a pair of micro-batches (overlap_moe_expert_parallel_comm).
+            talk = talk + (np.maximum(EP_LEFT * crossing, crossing - busy) if soft.ep_overlap else crossing)
+        return talk + self._ring_seconds(at)
+
+    def _ring_seconds(self, at: Layouts) -> Any:
+        """Seconds of a ring of keys and values beside the attention: each of its cp - 1 hops runs under the attention
+        to the keys that are there."""
+        model, links, width = self.model, self.hardware.links, 2 * (self.model.kv_channels or 0)
+        heads = model.num_query_groups or 0
+        if model.multi_latent_attention:  # keys and values are sent as heads, not as the latent
+            width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+            heads = model.num_attention_heads
+        size = tokens_of(model, at) * heads * width * 2.0 / at.tp
+        group = Group.strided(at.cp, at.tp, links)
+        hop = comm.latency(group, links) + size / comm.bandwidth(group, links)
+        busy = compute.attention_seconds(model, at, self.hardware.device, flash=self.software.flash) / at.cp
+        return np.where(at.cp > 1, (at.cp - 1) * (RING_STEP + np.maximum(0.0, hop - busy)), 0.0)
 
     def _under_gathers(self, at: Layouts, one: Pass, *, moe: bool) -> Pass:
         """Under `streaming` a layer is gathered for its forward and its backward, and its gradient reduced, each

@@ -79,6 +79,7 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
+        flex = self.model.moe_token_dispatcher_type == "flex"
         return TimeModel(
             model=self.model,
             vocab_size=self.vocab_size,
@@ -91,6 +92,9 @@ class Workload:
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.backend == "deepspeed",
                 in_runs=self.sharding.reproducible == "layout",
+                ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm,
+                fused_dispatch=flex,
+                row_passes=6.0 if flex or not self.in_fp8 else 10.0,
                 offloaded=self.sharding.offload_optimizer == "cpu",
                 barrier=not self.config.step.speculative_step,
             ),

@@ -216,6 +216,31 @@ def test_fp8_keeps_narrow_inputs_and_two_narrow_copies_of_the_layers_weights() -
     assert seconds[1] < seconds[0]
 
 
+def test_gradients_of_weights_that_wait_to_be_added() -> None:
+    """A layer's largest, or the head's where it is larger; with Transformer Engine's fused sums one of every shape."""
+    model = gpt(num_layers=64, swiglu=True, ffn_hidden_size=4 * HIDDEN)
+    at = layout(dp=2)
+    largest, attention = 2 * 4 * HIDDEN**2, 4 * HIDDEN**2
+
+    def waiting(vocab_size: int, **kernels: Any) -> float:
+        return float(
+            model_of(model=model, vocab_size=vocab_size, kernels=Kernels(**kernels)).peak(at).by_kind["workspace"][0]
+        )
+
+    assert waiting(1000) == 2 * largest
+    assert waiting(100_000) == 2 * 100_096 * HIDDEN
+    assert waiting(1000, kept_weight_grads=True) == 2 * (1024 * HIDDEN + attention + 3 * 4 * HIDDEN**2)
+    assert waiting(1000, local=True) == 0
+
+
+def test_rotated_queries_and_keys_are_kept_beside_their_product() -> None:
+    def kept(**keys: Any) -> float:
+        return float(activations.kept_per_layer(gpt(**keys), layout(), Kernels(), moe=False)[0])
+
+    rotated = kept(position_embedding_type="rope") - kept(position_embedding_type="none")
+    assert rotated == 2 * SEQ * MICRO * 2 * HIDDEN
+
+
 def test_inputs_that_are_gathered_until_w_count_whole() -> None:
     """The 4 - 1 other parts of two inputs per layer, for as many passes as rank 1 owes W of (16 of 64 layers)."""
     at = pipelined(schedule=SCHEDULES.index("zb-h1"), pp=4, tp=4, sequence_parallel=1, pp_microbatches=16)

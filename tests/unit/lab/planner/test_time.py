@@ -130,6 +130,76 @@ def test_tensor_parallelism_over_nodes_is_what_it_costs() -> None:
     assert across > 3 * inside
 
 
+# --- context and expert parallelism ----------------------------------------------------------------------------------
+
+
+def test_context_parallelism_is_not_free() -> None:
+    """The same tokens per rank, cut over more ranks: a ring takes its hops, and attends to shorter pieces at a time."""
+    rows = [dict(dp=8 // cp, cp=cp, pp_microbatches=8, micro_batch_size=cp) for cp in (1, 2, 4, 8)]
+    seconds = time_model(seq_length=8192).step(from_rows(rows)).total
+    assert (np.diff(seconds) > 0).all()
+
+
+def test_a_ring_is_hidden_as_far_as_its_attention_lasts() -> None:
+    """Over a slow network its hops are seen; long sequences hide them: attention grows with the square."""
+    model = time_model(seq_length=8192)
+    slow = replace(model.hardware, links=replace(model.hardware.links, net_bandwidth=2e9))
+    row = from_rows([dict(cp=16, pp_microbatches=8)])
+    shown = [float(replace(time_model(seq_length=s), hardware=slow).step(row).exposed[0]) for s in (8192, 1 << 20)]
+    hop = replace(model, hardware=slow).step(row).exposed[0] - model.step(row).exposed[0]
+    assert hop > 0.5 * shown[0]
+    longer = replace(time_model(seq_length=1 << 20), hardware=slow).step(row).total[0]
+    assert shown[0] / replace(model, hardware=slow).step(row).total[0] > 3 * shown[1] / longer
+
+
+EXPERTS = dict(num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1024)
+
+
+def experts(ep: int, *, hidden: int = 2048, **software: Any) -> float:
+    model = replace(time_model(hidden_size=hidden, **EXPERTS), software=Software(**{"host": 0.0} | software))
+    return float(model.step(from_rows([dict(dp=64, ep=ep, pp_microbatches=8)])).total[0])
+
+
+def test_copies_of_a_token() -> None:
+    """Eight experts anywhere on 64 ranks of 8 nodes: each for itself, or one copy per rank and node."""
+    group = Group.strided(64, 1, LINKS)
+    inside, away = comm.copies(group, 8)
+    assert (inside, away) == (8 * 7 / 64, 8 * 7 / 8)
+    once = comm.copies(group, 8, once=True)
+    assert once == pytest.approx((7 * (1 - (63 / 64) ** 8), 7 * (1 - (7 / 8) ** 8)))
+    assert comm.copies(Group(1, 1), 8, once=True) == (0.0, 0.0)
+    sent = comm.all_to_all(GIB, group, LINKS)
+    assert sent == pytest.approx(7 / 8 * GIB / 25e9 + 20e-6 + 5e-6)
+
+
+def test_experts_far_away_cost_what_their_exchange_does() -> None:
+    near, far = experts(8), experts(64)
+    assert far > near
+    assert experts(64, fused_dispatch=True) < far
+    assert experts(64, ep_overlap=True) < far
+    assert experts(64, imbalance=1.5) > far
+    assert experts(64, row_passes=2.0) < far
+
+
+def test_few_tokens_per_expert_are_bound_by_the_weights() -> None:
+    """Half of the tokens take more than half of the time in grouped products, since all weights are read."""
+    device = load_hardware("b200").device
+    seconds = []
+    for rows in (64, 128):
+        products = [Gemm(rows, 4096, 7168, 256, grouped=True)]
+        seconds.append(compute.gemm_seconds(products[0], device) + compute.weight_seconds(products, device, 2.0))
+    assert seconds[0] > 0.6 * seconds[1]
+    assert compute.weight_seconds([Gemm(64, 4096, 7168)], device, 2.0) == 0
+
+
+def test_casts_to_8_bit_take_their_bytes() -> None:
+    device = load_hardware("h100").device
+    products = [Gemm(8192, 4096, 2048)]
+    forward, backward = (compute.cast_seconds(products, device, backward=each) for each in (False, True))
+    assert forward == pytest.approx(4 * 8192 * 2048 / (device.hbm_bandwidth * device.efficiency.memory))
+    assert backward == pytest.approx(2 * forward)
+
+
 def test_graphs_lift_the_hosts_floor() -> None:
     small = time_model(hidden_size=256, num_attention_heads=4, seq_length=64)
     graphs = replace(small, software=Software(host=0.0))
