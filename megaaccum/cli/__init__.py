@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegaaccumError as error:
         return complain(error, 2)
     from megaaccum.config import slurm
+    from megaaccum.platform import quiet
 
+    quiet.install()  # whatever the command imports
     slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
         return importlib.import_module(command.module).main(arguments) or 0

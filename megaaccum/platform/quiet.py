@@ -41,6 +41,8 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found", "The CPU lane needs none."),
     ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator",
      "`megaaccum train` says itself on what it computes."),
+    ("DeepSpeed", "**** You are using ZeRO with an untested optimizer",
+     "Muon is a class of megaaccum's; its updates under ZeRO are compared with one process (docs/guides/muon.md)."),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED",
      "GPTModel is what megaaccum is written against; Megatron-core 0.19 has it."),
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context",
