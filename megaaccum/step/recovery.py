@@ -25,9 +25,10 @@ class Attempt:
     """A gradient, reduced and measured, and the verdict on it once it is judged. The same on every rank.
 
     loss (mean), weight (N), norm, num_zeroed (elements that `nonfinite: zero` set to 0), num_dropped (micro-batches
-    left out), reports: over all ranks. factor: what the reduced gradient is still to be multiplied by, 1 / (loss scale
-    * N if that was not known before); norm is that of the product. skip: no rank updates. overflow: the loss scale
-    has to go down, if it can. bad: the step counts towards max_bad_steps. note: what was wrong.
+    left out), reports, noise (NoiseScale.own_sums): over all ranks. factor: what the reduced gradient is still to be
+    multiplied by, 1 / (loss scale * N if that was not known before); norm is that of the product. skip: no rank
+    updates. overflow: the loss scale has to go down, if it can. bad: the step counts towards max_bad_steps. note: what
+    was wrong.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class Attempt:
     num_zeroed: int = 0
     num_dropped: int = 0
     reports: dict[str, float]
+    noise: tuple[float, ...] = ()
     skip: bool = False
     overflow: bool = False
     bad: bool = False

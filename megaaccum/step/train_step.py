@@ -25,6 +25,7 @@ from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
 from megaaccum.model.packed_rows import sent_shape
+from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
 from megaaccum.platform import cpu
@@ -121,6 +122,8 @@ class TrainStep:
         self._trial_batch: BatchPlan | None = None
         self.in_loss = 1.0
         """The factor on the losses of the step that runs, beside the loss scale."""
+        window = plan.config.step.noise_scale_window
+        self.noise_scale = NoiseScale(chunks, window) if window else None
         self._last_weight = 0.0
         """N of the last step by its sequences, 0 before one has ended."""
 
@@ -222,6 +225,8 @@ class TrainStep:
         self.backend.loss_scale = self.recovery.loss_scale
         self._side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
         self.fp8.begin_attempt()
+        if self.noise_scale is not None:
+            self.noise_scale.begin_attempt()
         router_state.begin_step(self.chunks)
         if self.recovery.zero is not None:
             self.recovery.zero.clear()
@@ -357,10 +362,20 @@ class TrainStep:
             sanitized=verdict.num_zeroed + verdict.num_dropped,
             note=". ".join(filter(None, (opened.note, verdict.note))),
             stop=stop,
-            reports=verdict.reports,
+            reports=verdict.reports | self._noise_report(verdict),
             per_microbatch=self._reports.per_microbatch(opened.tally),
         )
         return self.transaction.commit(result, self.backend.param_groups)
+
+    def _noise_report(self, verdict: Attempt) -> dict[str, float]:
+        """The gradient noise scale, if it is asked for and the step counted."""
+        if self.noise_scale is None or verdict.skip:
+            return {}
+        factor = verdict.factor / self.backend.reduction_divisor
+        size = self.batch.global_batch_size
+        return self.noise_scale.report(
+            verdict.noise, norm=verdict.norm, weight=verdict.weight, factor=factor, batch=size
+        )
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""
@@ -561,7 +576,8 @@ class TrainStep:
         """This rank's share of the loss, of N if that is not known yet, and of each report."""
         tally = opened.tally
         sums = tally.sums() if opened.divisor.total is None else [tally.total(tally.losses)]
-        return self._counted([*sums, *self._reports.sums(tally)])
+        noise = [] if self.noise_scale is None else self.noise_scale.own_sums(tally.weights)
+        return [*noise, *self._counted([*sums, *self._reports.sums(tally)])]
 
     def _faults(self, tally: Tally) -> list[torch.Tensor]:
         """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
@@ -573,11 +589,14 @@ class TrainStep:
 
     def _attempt_of(self, opened: OpenStep, norm: float, sums: Sequence[float]) -> Attempt:
         """The attempt, from the norm and the sums over the world of each rank's `_own_sums`."""
-        loss, *rest = sums
+        count = 0 if self.noise_scale is None else 2
+        noise, (loss, *rest) = tuple(sums[:count]), sums[count:]
         weight = opened.divisor.total if opened.divisor.total is not None else rest.pop(0)
         factor = opened.divisor.at_end(weight) / self.backend.loss_scale
         reports = self._reports.reduced(rest)
-        return Attempt(loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports)
+        return Attempt(
+            loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports, noise=noise
+        )
 
     def _with_faults(self, opened: OpenStep, attempt: Attempt) -> Attempt:
         """`attempt` with reports of new names, and zeroed elements. Raises a problem of any rank, and StepError for

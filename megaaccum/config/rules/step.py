@@ -123,6 +123,38 @@ def watchdog_is_first(subject: Subject) -> Iterator[str]:
         )
 
 
+def noise_scale(subject: Subject) -> Iterator[str]:
+    """The squares of micro-batches' gradients add up over ranks if each rank has whole micro-batches of whole
+    parameters, one gradient per backward."""
+    window, parallel, model = subject.step.noise_scale_window, subject.parallel, subject.model
+    if not window:
+        return
+    tp, cp, ep = (getattr(parallel, f"{axis}_parallel_size") for axis in ("tensor_model", "context", "expert_model"))
+    pp, untied = parallel.pipeline_model_parallel_size, "untie_embeddings_and_output_weights"
+    refused = {
+        f"tensor_model_parallel_size {tp}": (tp > 1, "ranks have parts of a norm's gradient", "it to 1"),
+        f"context_parallel_size {cp}": (cp > 1, "ranks have the gradients of pieces of sequences", "it to 1"),
+        f"expert_model_parallel_size {ep}": (ep > 1, "experts mix the tokens of several ranks", "it to 1"),
+        f"schedule {subject.schedule}": (
+            subject.schedule not in ("none", "gpipe", "1f1b", "interleaved"),
+            "weight gradients come apart from their micro-batch", "it to 1f1b or interleaved",
+        ),
+        f"{untied} false with a pipeline": (
+            pp > 1 and not getattr(model, untied), "a table's gradient is on two ranks",
+            f"{untied} to true",
+        ),
+        "gradient_accumulation_fusion": (
+            model.gradient_accumulation_fusion, "kernels add gradients up themselves", "it to false",
+        ),
+        "overlap_moe_expert_parallel_comm": (
+            parallel.overlap_moe_expert_parallel_comm, "passes of two micro-batches run together", "it to false",
+        ),
+    }  # fmt: skip
+    for what, (is_so, why, remedy) in refused.items():
+        if is_so:
+            yield f"noise_scale_window {window} does not support {what}: {why}. Set {remedy}, or the window to 0."
+
+
 def speculative_step(subject: Subject) -> Iterator[str]:
     """A step may end before its verdict if the executor can stop at the first backward, and if all state that an update
     and a forward change is copied or recomputed."""

@@ -39,6 +39,9 @@ class StepConfig:
     """The distance from the average, in standard deviations of the norm (a moving average too), that triggers it."""
     grad_norm_guard_window: Annotated[int, Facts(at_least=1, needs="grad_norm_guard")] = 100
     """Steps over which the averages are taken; the guard is silent until there are that many."""
+    noise_scale_window: Annotated[int, Facts(at_least=0)] = 0
+    """Report the gradient noise scale (arXiv 1812.06162, appendix A) of every step, averaged over this many, from the
+    norms of the micro-batches' gradients: the batch size that it suggests, and its standard error. 0 is off."""
     short_batch: Literal["error", "pad", "drop"] = "error"
     """A rank with too few micro-batches: end the run, fill up with such of weight zero, or skip the step everywhere."""
     speculative_step: bool = False
