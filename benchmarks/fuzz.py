@@ -108,6 +108,9 @@ def is_legal(cell: Cell) -> bool:
     summed = "moe_aux_loss_coeff" in cell.model and any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
     if cell.lane == "fp64" and (summed or ("num_experts" in cell.model and not cell.told)):
         return False
+    shared = any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
+    if shared and "moe_expert_capacity_factor" in cell.model:
+        return False  # each of the ranks that share a sequence drops tokens of its own part
     ramps = len(set(fuzz_cell.counts(cell))) > 1
     if ramps != ("batch_warmup_steps" in cell.policies):
         return False
@@ -192,6 +195,8 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool
         model |= {"moe_router_topk": 4} if lane in ("bf16", "fp16") else {}
         model |= maybe(0.2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
         model |= maybe(0.2, moe_token_dispatcher_type="allgather")
+        if lane in ("fp64", "fp32"):  # in 16 bits rounding would change which tokens are dropped
+            model |= _draw_capacity(chance)
     return model
 
 
@@ -268,6 +273,14 @@ def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
                 keys |= _draw_cold_experts(chance)
         keys |= {"offload_optimizer": "cpu"} if chance.random() < 0.15 else {}
     return keys
+
+
+def _draw_capacity(chance: random.Random) -> Flags:
+    if chance.random() < 0.7:
+        return {}
+    filled: Flags = {"moe_pad_expert_input_to_capacity": True} if chance.random() < 0.4 else {}
+    policy = chance.choice(("probs", "position"))
+    return {"moe_expert_capacity_factor": chance.choice((0.75, 1.25)), "moe_token_drop_policy": policy, **filled}
 
 
 def _draw_cold_experts(chance: random.Random) -> Flags:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.config.rules import moe
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.sharding.reduction import PartitionReducer, Share
@@ -93,6 +94,8 @@ def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
                     f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make"
                     " them equal"
                 )
+        if (factor := getattr(config, "moe_expert_capacity_factor", None)) is not None and factor <= 0:
+            yield f"moe_expert_capacity_factor {factor:g} of the chunks {moe.DROPS_EVERYTHING}"
         if config.moe_router_topk > built:
             yield f"moe_router_topk {config.moe_router_topk} of the chunks is more than their {built} experts"
 

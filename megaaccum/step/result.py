@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from megaaccum.observe.expert_loads import ExpertLoads
     from megaaccum.observe.memory import Memory
     from megaaccum.observe.traffic import Traffic
 
@@ -24,8 +25,9 @@ class StepResult:
     sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
     where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
     over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
-    seconds: by phase, and `between` it and the step before. forward_seconds: in this rank's forwards. traffic: this
-    rank's collectives, by collective, group and dtype. memory: the most bytes that this rank held, by kind.
+    expert_loads: how evenly tokens went to experts, if there are any. seconds: by phase, and `between` it and the step
+    before. forward_seconds: in this rank's forwards. traffic: this rank's collectives, by collective, group and dtype.
+    memory: the most bytes that this rank held, by kind.
     """
 
     step: int = 0
@@ -42,6 +44,7 @@ class StepResult:
     stop: bool = False
     reports: dict[str, float] = field(default_factory=dict)
     per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    expert_loads: ExpertLoads | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     forward_seconds: float = 0.0
     traffic: Traffic = field(default_factory=dict)

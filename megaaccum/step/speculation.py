@@ -153,7 +153,7 @@ class SpeculativeTrainStep(TrainStep):
     def _begin_early(self, step: int, batch: Microbatches, divisor: Divisor, *, is_ready: bool) -> OpenStep:
         """Begin step `step`, and run its forwards up to the first backward if ranks are ready for them."""
         opened = OpenStep(step, self._restorer())
-        opened.divisor = divisor
+        opened.divisor, opened.expert_counts = divisor, self._experts.begin()
         self._side_losses.begin_attempt(divisor, self.recovery.loss_scale)
         with self.observer.flushing(), self._seeds.flush(step):
             if is_ready:

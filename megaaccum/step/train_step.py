@@ -25,6 +25,7 @@ from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
 from megaaccum.model.packed_rows import sent_shape
+from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
@@ -59,13 +60,14 @@ class OpenStep:
     """A step between its first flush and its end.
 
     step: its number. restore: puts random states and FP8 scales back as they were before it. tally: what its loss
-    functions returned. calls: its micro-batches, by call. reduced: the last flush was to reduce. note: what was unusual
-    about it before its verdict.
+    functions returned. expert_counts: tokens of each expert. calls: its micro-batches, by call. reduced: the last flush
+    was to reduce. note: what was unusual about it before its verdict.
     """
 
     step: int
     restore: Callable[[], None]
     divisor: Divisor = field(init=False)
+    expert_counts: torch.Tensor = field(init=False)
     tally: Tally = field(default_factory=Tally)
     calls: list[Microbatches] = field(default_factory=list)
     reduced: bool = False
@@ -117,6 +119,7 @@ class TrainStep:
         self._reports = ReportReducer(reports)
         self._seeds = SampleSeeds(plan, groups, chunks)
         self._side_losses = SideLosses(chunks)
+        self._experts = ExpertCounter(plan, chunks)
         self.probe: Probe | None = None
         """Looks at each micro-batch that runs, if set."""
         self._trial_batch: BatchPlan | None = None
@@ -219,6 +222,8 @@ class TrainStep:
         opened.divisor = divisor()
         self.in_loss = opened.divisor.in_loss
         spread = spread_over_batch(self.plan, self.groups, self.batch.num_microbatches)
+        if tally is None:
+            opened.expert_counts = self._experts.begin()
         opened.tally = tally or Tally(spread)
         opened.reduced = False
         self.backend.sums.count = self.batch.num_microbatches
@@ -364,6 +369,7 @@ class TrainStep:
             stop=stop,
             reports=verdict.reports | self._noise_report(verdict),
             per_microbatch=self._reports.per_microbatch(opened.tally),
+            expert_loads=self._experts.loads(opened.expert_counts),
         )
         return self.transaction.commit(result, self.backend.param_groups)
 

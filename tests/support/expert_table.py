@@ -24,6 +24,9 @@ SIDE = {
     "aux and z": "--moe_router_load_balancing_type aux_loss --moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 ",
     "seq_aux": "--moe_router_load_balancing_type seq_aux_loss --moe_aux_loss_coeff 0.1 ",
 }
+CAPACITY = "--moe_expert_capacity_factor 0.75 "
+"""A quarter of the tokens is dropped, or more. Ranks that share a sequence each drop of their own part, which is
+another routing than one process has (tests/multiproc/test_expert_capacity.py)."""
 MODES = {"ZeRO-1": "--zero_stage 1 ", "ZeRO-2": "--zero_stage 2 "} | SYNC_MODES
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
@@ -56,6 +59,10 @@ EACH = 1e-5
 """FP32: the most that a parameter's gradient is off, relative to its own norm."""
 
 
+Turn = tuple[str, str, str, bool]
+"""Side losses, divisor, door, and whether tokens may be dropped."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A case and how it is entered: the step of `megaaccum train`, an Engine with a user's chunks, `wrap` under
@@ -69,9 +76,9 @@ class Cell:
         return f"{self.name}-{self.door}"
 
 
-def _cell(mode: str, schedule: str, spread: str, flags: str, ranks: int, turn: Iterator[tuple[str, str, str]]) -> Cell:
-    """The cell with the loss, side losses and door whose turn it is, in float64 if the backend can."""
-    side, norm, door = next(turn)
+def _cell(mode: str, schedule: str, spread: str, flags: str, ranks: int, turn: Iterator[Turn]) -> Cell:
+    """The cell with the loss, side losses, door and capacity whose turn it is, in float64 if the backend can."""
+    side, norm, door, drops = next(turn)
     stage = ranks // (2 if schedule else 1)
     shared = (2 if TP in flags else 1) * (2 if CP in flags else 1)
     backend = (MODES | REPLICAS)[mode]
@@ -79,18 +86,24 @@ def _cell(mode: str, schedule: str, spread: str, flags: str, ranks: int, turn: I
     # Megatron sums balancing losses of ranks that share a micro-batch in FP32.
     exact = ("fsdp2" in backend or "ddp" in backend) and not late and (side == "none" or shared == 1)
     model = MODEL + SIDE["none" if late else side]
+    drops = drops and shared == 1
+    model += CAPACITY if drops else ""
     model += "--loss_norm microbatch " if norm == "microbatch" and door == "train" else ""
     rounds = SEQUENCES // (4 * (stage // shared))
     precision = "--params_dtype fp64 " if exact else ""
     layout = f"--pp_microbatches 4 --grad_accum_steps {rounds} {backend}{precision}"
     lane = "fp64" if exact else "fp32"
-    name = "-".join(each for each in (mode, schedule, spread, norm, "none" if late else side) if each)
+    words = (mode, schedule, spread, norm, "none" if late else side, "dropping" if drops else "")
+    name = "-".join(each for each in words if each)
     return Cell(name, Case(ranks, layout + SCHEDULES.get(schedule, "") + flags, model, lane), door)
 
 
 def table() -> list[Cell]:
     """All cells, those of few ranks first."""
-    turn = cycle([(side, norm, door) for norm in ("token", "microbatch") for side in SIDE for door in DOORS])
+    norms = ("token", "microbatch")
+    turn = cycle(
+        [(side, norm, door, drops) for drops in (False, True) for norm in norms for side in SIDE for door in DOORS]
+    )
     small = [(m, s, name, flags, 4) for m in MODES for s in SCHEDULES for name, flags in SMALL.items()]
     large = [(m, s, name, flags, 8) for m in MODES for s in SCHEDULES for name, flags in LARGE.items()]
     hybrid = [(m, s, name, flags, 8) for m in REPLICAS for s in SCHEDULES for name, flags in REPLICATED.items()]

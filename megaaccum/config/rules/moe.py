@@ -67,6 +67,26 @@ def balancing_coefficient(subject: Subject) -> Iterator[str]:
         )
 
 
+def capacity(subject: Subject) -> Iterator[str]:
+    """Some tokens reach their experts, by a routing that counts them."""
+    model, factor = subject.model, subject.model.moe_expert_capacity_factor
+    if model.num_experts is None or factor is None:
+        return
+    if factor <= 0:
+        yield f"moe_expert_capacity_factor {factor:g} {DROPS_EVERYTHING}"
+    if model.moe_router_load_balancing_type == "sinkhorn":
+        yield (
+            "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn: Megatron-core drops no tokens"
+            " there. Set moe_router_load_balancing_type to aux_loss or none, or leave the capacity out."
+        )
+
+
+DROPS_EVERYTHING = (
+    "drops every token: an expert takes ceil(tokens * moe_router_topk / num_experts * factor) of a rank's tokens, which"
+    " is 0. Set it above 0 (1 is an even share), or leave it out, which drops none."
+)
+
+
 def router_groups(subject: Subject) -> Iterator[str]:
     """Group-limited routing has equal groups, and spreads top-k over some of them."""
     model, experts = subject.model, subject.model.num_experts

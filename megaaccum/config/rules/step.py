@@ -61,7 +61,6 @@ def static_graph(subject: Subject) -> Iterator[str]:
     batch, step, model = subject.batch, subject.step, subject.model
     if not batch.static_graph:
         return
-    capacity = subject.megatron.get("moe_pad_expert_input_to_capacity")
     changing = {
         "rampup_batch_size": (batch.rampup_batch_size is not None, "leave it out"),
         "step_batch_size_schedule": (batch.step_batch_size_schedule is not None, "leave it out"),
@@ -70,7 +69,7 @@ def static_graph(subject: Subject) -> Iterator[str]:
         f"short_batch {step.short_batch}": (step.short_batch != "error", "set it to error"),
         f"nonfinite {step.nonfinite}": (step.nonfinite == "drop_microbatch", "set it to skip or zero"),
         f"num_experts {model.num_experts} without a capacity": (
-            model.num_experts is not None and not capacity,
+            model.num_experts is not None and not model.moe_pad_expert_input_to_capacity,
             "set moe_expert_capacity_factor, and moe_pad_expert_input_to_capacity to true",
         ),
     }

@@ -11,6 +11,7 @@ from megaaccum.config.rules.subject import Subject, them
 
 NEEDED = {
     "num_experts": "outside a mixture of experts: set num_experts",
+    "moe_expert_capacity_factor": "without a capacity: set moe_expert_capacity_factor",
     "multi_latent_attention": "without multi_latent_attention: set it to true",
     "recompute_granularity": "without recompute_granularity: set it to full or selective",
     "fp8_format": "without FP8: set fp8_format to hybrid",

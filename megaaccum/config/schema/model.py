@@ -111,6 +111,18 @@ class ModelConfig:
     """Weight of the router z-loss."""
     moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], Facts(core=True)] = "alltoall"
     """How tokens reach their experts."""
+    moe_expert_capacity_factor: Annotated[float | None, Facts(needs="num_experts", core=True)] = None
+    """An expert takes at most ceil(tokens * moe_router_topk / num_experts * this) of the tokens that a rank has of a
+    micro-batch; the others are dropped. None drops none."""
+    moe_pad_expert_input_to_capacity: Annotated[bool, Facts(needs="moe_expert_capacity_factor", core=True)] = False
+    """Every expert takes exactly as many, tokens of weight zero among them: shapes then never change."""
+    moe_token_drop_policy: Annotated[
+        Literal["probs", "position"], Facts(needs="moe_expert_capacity_factor", core=True)
+    ] = "probs"
+    """Which tokens are dropped: those of the smallest routing weights, or any beyond the capacity."""
+    moe_expected_imbalance: Annotated[float, Facts(at_least=1, needs="num_experts")] = 1.0
+    """Tokens of the most loaded rank's experts over the mean, as the log reports them (expert_imbalance): the planner
+    counts their memory and time."""
     moe_grouped_gemm: Annotated[bool, Facts(needs="num_experts", core=True)] = False
     """One grouped GEMM over a rank's experts."""
     multi_latent_attention: bool = False

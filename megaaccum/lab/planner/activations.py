@@ -167,20 +167,35 @@ def _mlp(model: ModelConfig, at: Layouts, kernels: Kernels, width: int) -> Any:
 
 
 def _experts(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
-    """Router, dispatched tokens and experts, with tokens spread evenly over experts and none dropped.
-
-    A rank sends each of its tokens to topk experts and gets as many back: T * topk rows enter its experts (times etp,
-    whose ranks each see all of them and hold a part of the width).
-    """
-    t = tokens(model, at) * whole_share(at)
-    rows, width = t * model.moe_router_topk, model.moe_ffn_hidden_size or 0
-    inner = 2 if model.swiglu else 1
+    """Router, dispatched tokens and experts (of etp ranks, each sees all rows and holds a part of the width)."""
+    t, width = tokens(model, at) * whole_share(at), model.moe_ffn_hidden_size or 0
+    rows, inner = routed_rows(model, t), 2 if model.swiglu else 1
     kept = t * (model.hidden_size * kernels.element + (model.num_experts or 0) * 4 * 2)
-    kept = kept + rows * model.hidden_size * (kernels.saved_input * at.etp + kernels.element)
-    kept = kept + rows * width * (inner * kernels.element + kernels.saved_input)
+    kept = kept + dispatched(model, at, kernels) + rows * width * (inner * kernels.element + kernels.saved_input)
     if model.moe_shared_expert_intermediate_size:
         kept = kept + _mlp(model, at, kernels, model.moe_shared_expert_intermediate_size)
     return kept
+
+
+def expert_load(model: ModelConfig) -> float:
+    """Tokens that the experts of the most loaded rank compute, over an even share: moe_expected_imbalance, and with a
+    capacity no more than that."""
+    capacity = model.moe_expert_capacity_factor
+    if capacity is not None and model.moe_pad_expert_input_to_capacity:
+        return capacity
+    return min(model.moe_expected_imbalance, capacity or model.moe_expected_imbalance)
+
+
+def routed_rows(model: ModelConfig, t: Any) -> Any:
+    """Rows that enter the experts of the most loaded rank, if each rank routes `t` tokens."""
+    return t * model.moe_router_topk * expert_load(model)
+
+
+def dispatched(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
+    """Bytes of the dispatch buffers that a micro-batch in flight keeps in one layer: the rows that the experts received
+    (their products' input, on each of etp ranks), and those that they return."""
+    rows = routed_rows(model, tokens(model, at) * whole_share(at))
+    return rows * model.hidden_size * (kernels.saved_input * at.etp + kernels.element)
 
 
 def _every_second_product(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
@@ -209,9 +224,8 @@ def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every
         head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
         dropped = dropped + tokens(model, at) * model.num_attention_heads * head * kernels.element / at.tp
     if moe and "moe_act" in names and "moe" not in names:
-        dropped = dropped + whole / model.hidden_size * model.moe_router_topk * (
-            (model.moe_ffn_hidden_size or 0) * kernels.saved_input
-        )
+        rows = routed_rows(model, whole / model.hidden_size)
+        dropped = dropped + rows * (model.moe_ffn_hidden_size or 0) * kernels.saved_input
     return dropped
 
 

@@ -10,7 +10,7 @@ from megaaccum.config import resolve
 from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
 from megaaccum.errors import ConfigError, DataError
-from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.activations import Kernels, expert_load
 from megaaccum.lab.planner.candidates import Candidates, Limits
 from megaaccum.lab.planner.footprint import BYTES, ShardingMode, state_bytes
 from megaaccum.lab.planner.hardware import Hardware
@@ -97,6 +97,7 @@ class Workload:
                 row_passes=6.0 if flex or not self.in_fp8 else 10.0,
                 offloaded=self.sharding.offload_optimizer == "cpu",
                 barrier=not self.config.step.speculative_step,
+                imbalance=expert_load(self.model),
             ),
         )
 

@@ -51,6 +51,10 @@ class Progress:
         if "grad_norm" in record:
             parts.append(f"grad norm {_number(record['grad_norm'], '.3g')}")
         parts.append(f"lr {_number(record['lr'], '.2e')}")
+        if "expert_imbalance" in record:
+            parts.append(f"experts {record['expert_imbalance']:.2f}x the mean")
+        if record.get("expert_dropped_share"):
+            parts.append(f"{record['expert_dropped_share']:.1%} of tokens dropped")
         parts += _rates(self._speed.rates(self._seconds, self._batches))
         if self._data >= SHOWN_WAIT * self._seconds:
             parts.append(f"{self._data / self._seconds:.0%} waiting for data")

@@ -119,6 +119,8 @@ class Receipt:
                 measured["memory"][rest] = max(number, measured["memory"].get(rest, 0))
             elif kind == "bytes":
                 measured["bytes"][rest] = number
+            elif kind == "expert":
+                measured.setdefault("experts", {})[rest] = number
         measured["goodput"] = {"share": goodput.share, "seconds": dict(goodput.seconds)}
         if record.get("skipped"):
             self.event("skip", record["step"], record.get("note", ""))

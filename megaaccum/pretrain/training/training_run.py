@@ -219,6 +219,8 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
     }
     record |= by_phase(result.seconds)
     record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
+    if result.expert_loads is not None:
+        record |= result.expert_loads.record()
     if engine.plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     if result.sanitized:

@@ -56,6 +56,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "vocab_size", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
         "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_num_groups",
         "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_z_loss_coeff",
+        "moe_expert_capacity_factor",
         "q_lora_rank", "mtp_num_layers", "apply_rope_fusion", "fp8_format",
         "memory_gib", "virtual_pipeline_model_parallel_size", "schedule_trace",
         "num_layers_per_virtual_pipeline_stage",

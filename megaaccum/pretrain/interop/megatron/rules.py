@@ -331,6 +331,10 @@ def _without_effect(given: ParsedFlags, reading: Reading) -> None:
     if "aux_loss" not in str(values.get("moe_router_load_balancing_type", "aux_loss")) and given.args.num_experts:
         if values.pop("moe_aux_loss_coeff", None):
             reading.notes.append(f"{given.shown('moe_aux_loss_coeff')}: no effect without a balancing loss.")
+    factor = values.get("moe_expert_capacity_factor")
+    if isinstance(factor, float | int) and factor < 0:
+        del values["moe_expert_capacity_factor"]
+        reading.notes.append(f"{given.shown('moe_expert_capacity_factor')}: below 0, no token is dropped.")
     needs: dict[str, list[str]] = {}
     for key, name in reading.sources.items():
         need = unmet_need(key, lambda other: values.get(other, value(Config(), other))) if key in values else ""

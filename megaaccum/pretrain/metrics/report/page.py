@@ -132,6 +132,9 @@ def _figures(run: Run) -> list[tuple[str, str]]:
         ("tokens per second, median", "tokens_per_second", "{:,.0f}"),
         ("TFLOP/s per rank, median", "tflops_per_second_per_rank", "{:,.4g}"),
         ("MFU, median", "mfu", "{:.1%}"),
+        ("tokens of the fullest expert over the mean, median", "expert_imbalance", "{:.2f}"),
+        ("tokens of the fullest expert rank over the mean, median", "expert_rank_imbalance", "{:.2f}"),
+        ("dropped tokens, median", "expert_dropped_share", "{:.1%}"),
     ):
         value = run.median(key)
         rows += [] if value is None else [(name, form.format(value))]

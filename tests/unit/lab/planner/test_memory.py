@@ -103,6 +103,20 @@ def test_experts_count_every_copy_of_a_token() -> None:
     assert many - few == pytest.approx(rows * (2 * HIDDEN + 2 * 512) * 2)
 
 
+def test_dispatch_buffers_follow_load_and_capacity() -> None:
+    """Of every micro-batch in flight, a layer keeps the rows that its experts got and those that they return."""
+
+    def rows(**keys: object) -> float:
+        model = gpt(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512, add_bias_linear=False, **keys)
+        return float(activations.dispatched(model, layout(), Kernels())[0]) / (2 * HIDDEN * 2)
+
+    assert rows() == 2 * SEQ * MICRO
+    assert rows(moe_expected_imbalance=1.5) == 3 * SEQ * MICRO
+    assert rows(moe_expected_imbalance=1.5, moe_expert_capacity_factor=1.25) == 2.5 * SEQ * MICRO
+    capacity = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    assert rows(**capacity) == 4 * SEQ * MICRO, "filled up, whatever is routed"
+
+
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 

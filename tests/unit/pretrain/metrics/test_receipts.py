@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.errors import MegaaccumError
+from megaaccum.observe.expert_loads import ExpertLoads
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from tests.support.configs import plan
@@ -79,6 +80,18 @@ def test_steps_events_and_the_end_are_in_it(tmp_path):
         ("skip", 3, "overflow"), ("alarm", 4, "too much"),
     ]  # fmt: skip
     assert found["outcome"] == {"text": "Stopped", "step": 4, "time": 8.0}
+
+
+def test_the_loads_of_experts_are_logged_printed_and_kept(tmp_path, capsys):
+    loads = ExpertLoads({1: 1.25, 4: 1.5}, rank_imbalance=1.1, dropped=0.125)
+    log = opened(tmp_path)
+    log.step(step(1, **loads.record()))
+    log.close()
+    assert "experts 1.50x the mean | 12.5% of tokens dropped" in capsys.readouterr().out
+    assert written(tmp_path)["measured"]["experts"] == {
+        "imbalance": 1.5, "rank_imbalance": 1.1, "dropped_share": 0.125, "imbalance_layer_1": 1.25,
+        "imbalance_layer_4": 1.5,
+    }  # fmt: skip
 
 
 def test_what_a_step_left_out_is_in_it(tmp_path):
