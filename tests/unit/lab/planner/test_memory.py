@@ -104,7 +104,7 @@ def test_experts_count_every_copy_of_a_token() -> None:
 
 
 def test_dispatch_buffers_follow_load_and_capacity() -> None:
-    """Of every micro-batch in flight, a layer keeps the rows that its experts got and those that they return."""
+    """A layer keeps, for every micro-batch in flight, the rows that its experts got and those that they return."""
 
     def rows(**keys: object) -> float:
         model = gpt(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512, add_bias_linear=False, **keys)
