@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = ("loop", "observing", "bytes", "schedules", "layer")
-NEED_FILES = ("planner_accuracy", "search", "megatron_cases", "megatron_scripts", "megatron_train")
+NEED_FILES = ("planner_accuracy", "decisions", "search", "megatron_cases", "megatron_scripts", "megatron_train")
 """Tables, command lines, or repositories."""
 BY_NAME = (
     *BENCHMARKS,

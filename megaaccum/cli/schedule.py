@@ -8,12 +8,19 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megaaccum.errors import ScheduleError, printable
+import yaml
+
+from megaaccum.cli.arguments import read_source, smallest_world
+from megaaccum.config import resolve
+from megaaccum.config.keys import names_where
+from megaaccum.errors import ConfigError, ScheduleError, printable
 from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.planner.layout_config import as_sections, put, set_aside
 from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
-from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, read_profile
+from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, layout_of_cut, read_profile
 from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_order
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.build import BUILT_IN, build, names
@@ -26,6 +33,13 @@ from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate
 from megaaccum.units import GIB
 
+_OF_A_PIPELINE = {
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "schedule", "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers", "flush",
+    "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout", "global_batch_size", "total_batch_size",
+    "device_batch_size", "pp_microbatches", "grad_accum_steps", "world_size",
+}  # fmt: skip
+"""Keys that --write replaces, and those that follow from them."""
 _DESCRIPTION = """\
 Build a pipeline schedule, prove that it runs, and print what it costs beside others and beside the least that any order
 of its stages can take (gap). Durations are those of a rank's whole work on one micro-batch, in any unit (--cost; a
@@ -79,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
+    if args.write:
+        _write_run(row, args)
     if args.png:
         others = [(each.schedule, each.simulation) for each in rows[:2] if args.search and each is not row]
         draw(row.schedule, row.simulation, args.png, beside=others, bound=row.bound if args.search else None)
@@ -89,6 +105,37 @@ def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
     if args.trace:
         write_trace(args.trace, row.schedule, planned=row.simulation.spans, measured=None)
         print(f"trace: {args.trace} (open in ui.perfetto.dev)")
+
+
+def _write_run(row: Row, args: argparse.Namespace) -> None:
+    """Write --config with the row's schedule, cut and micro-batches, as `megaaccum train` runs it; a searched order is
+    a table beside it. Raises ConfigError if `check` would refuse it (nothing is written)."""
+    config, name = read_source([args.config]).loaded_config(), row.schedule.name
+    set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE)
+    table = args.write.with_suffix(".csv")
+    is_built_in = name in BUILT_IN
+    keys: dict[str, Any] = dict(
+        pipeline_model_parallel_size=args.pp, schedule=name if is_built_in else str(table),
+        pp_microbatches=args.microbatches, grad_accum_steps=1,
+    )  # fmt: skip
+    if row.cut is not None and args.cut:
+        assert args.profile is not None
+        keys["pipeline_model_parallel_layout"] = layout_of_cut(read_profile(args.profile), row.cut)
+    elif name == "interleaved":
+        keys["virtual_pipeline_model_parallel_size"] = row.schedule.chunks
+    put(config, keys)
+    args.write.parent.mkdir(parents=True, exist_ok=True)
+    if not is_built_in:
+        write_csv(row.schedule, table)
+    try:
+        resolve(config, world_size=smallest_world(config))
+    except ConfigError:
+        if not is_built_in:
+            table.unlink()
+        raise
+    text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
+    args.write.write_text(f"# {name}: {row.simulation.makespan:.6g} per flush, simulated.\n{text}", encoding="utf-8")
+    print(f"configuration: {args.write}" + f", with its table {table}" * (not is_built_in))
 
 
 def _limit(args: argparse.Namespace, profile: Profile | None) -> float | None:
@@ -270,10 +317,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     orders.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     add("--png", type=Path, metavar="FILE", help="draw timeline and memory (.png, .svg or .pdf)")
     add("--csv", type=Path, metavar="FILE", help="write the table, with stage numbers, as torch reads it")
+    add("--config", metavar="CONFIG", help="configuration that --write takes everything else from")
+    add("--write", type=Path, metavar="FILE", help="write a configuration with this schedule, cut and micro-batches")
     add("--trace", type=Path, metavar="FILE", help="write the planned timeline in Chrome's trace format")
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
     add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
+    if args.write and args.config is None:
+        parser.error("--write needs --config CONFIG, whose model, data and other keys the file has")
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if args.png:

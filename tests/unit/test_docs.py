@@ -49,7 +49,8 @@ COMMANDS_FLAGS = {
     },
     "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit", "wide"},
     "calibrate": {"like", "output", "layers", "dp"},
-    "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"},
+    "schedule": {"pp", "microbatches", "schedule", "compare", "cost", "profile", "cut", "search", "csv", "png"}
+    | {"config", "write"},
 }
 
 
@@ -172,7 +173,8 @@ def test_commands_that_are_shown_run(line, tmp_path, monkeypatch):
     for name in ("hosts", "HOSTS"):
         (tmp_path / name).write_text("".join(f"node{i} slots=8\n" for i in range(64)))
     cost = LayerCost(forward=1, input_grad=1, weight_grad=1)
-    write_profile(Profile(pattern="ETTTTTTTTL", kinds=dict.fromkeys("ETL", cost)), tmp_path / "layers.json")
+    layers = 32 if "--write" in line else 8  # those of the configuration, where there is one
+    write_profile(Profile(pattern="E" + "T" * layers + "L", kinds=dict.fromkeys("ETL", cost)), tmp_path / "layers.json")
     monkeypatch.chdir(tmp_path)
     assert cli.main(line.split()[1:]) == 0
 

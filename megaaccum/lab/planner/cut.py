@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from megaaccum.errors import ScheduleError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
 from megaaccum.lab.planner.search import Ranked
@@ -51,7 +52,8 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
         return PlannedCut(note="there is no pipeline to cut")
     layers = split_layers(work.model.num_layers, pp * vpp)
     assert layers is not None, "candidates.py plans only layers that have a split"
-    profile = predicted_profile(work, at) if profile is None else with_one_head(profile)
+    predicted = predicted_profile(work, at)
+    profile = predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     placement = schedule.placement
@@ -69,6 +71,19 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     if problem := layout_config.problem(work, ranked.name_of(index) | {"stages": layout}):
         return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {problem}")
     return PlannedCut(layout=layout, gain=gain)
+
+
+def _of_this_model(profile: Profile, pattern: str) -> Profile:
+    """`profile`. Raises ScheduleError if it has a dense layer where the model has experts, or the other way round; how
+    many there are is the cut's to check."""
+    same_length = len(profile.pattern) == len(pattern)
+    for number, (measured, wanted) in enumerate(zip(profile.pattern, pattern, strict=True) if same_length else ()):
+        if {measured, wanted} == {DENSE, EXPERTS}:
+            raise ScheduleError(
+                f"the profile is of another model: its layer {number} is of kind {measured}, where the model has"
+                f" {wanted}; measure this one with megaaccum calibrate --layers CONFIG"
+            )
+    return profile
 
 
 def _with_ends(layers: list[int]) -> Cut:

@@ -173,6 +173,17 @@ def write_profile(profile: Profile, path: str | Path, **notes: Any) -> None:
     Path(path).write_text(json.dumps(notes | {"pattern": profile.pattern, "kinds": kinds}, indent=1) + "\n")
 
 
+_MEGATRON = {EMBEDDING: "E", DENSE: "t", EXPERTS: "t", PREDICTION: "m", HEAD: "L"}
+
+
+def layout_of_cut(profile: Profile, cut: Cut) -> str:
+    """The cut in Megatron's notation (pipeline_model_parallel_layout). Raises ScheduleError for a kind of layer that it
+    has no letter for."""
+    if unknown := sorted(set(profile.pattern) - _MEGATRON.keys()):
+        raise ScheduleError(f"kind {', '.join(unknown)}: Megatron's layouts have {', '.join(_MEGATRON)} alone")
+    return "".join(_MEGATRON.get(letter, letter) for letter in describe_cut(profile, cut))
+
+
 def describe_cut(profile: Profile, cut: Sequence[int]) -> str:
     """The kinds of each stage's layers between bars: `ETT|TTT|TTL`."""
     at, stages = 0, []

@@ -127,6 +127,14 @@ def test_write_cuts_by_measured_costs(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, err = run(capsys, *words)
     assert code == 2
     assert "the profile has 4" in err
+    write_profile(Profile(pattern="E" + "TX" * 16 + "L", kinds={"E": layer, "T": layer, "X": layer, "L": head}), file)
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    assert "the profile is of another model: its layer 2 is of kind X, where the model has T" in err
+    file.write_text(file.read_text().replace('"X": {', '"Y": {'))
+    code, _, err = run(capsys, *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the model has layers of kind X, for which kinds has no costs" in err
 
 
 def model_and_parallel(file: Path) -> tuple[ModelConfig, ParallelConfig]:

@@ -1,12 +1,16 @@
 """`megaaccum schedule` and its pictures."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megaaccum.cli import main
+from megaaccum.config import resolve
+from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
+from megaaccum.pretrain.interop.load import load
 from megaaccum.schedule import Costs, build, read_csv, simulate
 from megaaccum.schedule.render import draw, text
 
@@ -46,6 +50,41 @@ def test_cut_and_search(tmp_path, capsys):
     stored = read_csv(tmp_path / "t.csv")
     assert (stored.items != build("zb-h1", pp=2, num_microbatches=6).items) == taken
     assert run(capsys, words) == "\n".join(lines) + "\n"  # the same seed, the same result
+
+
+def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
+    """One command: the configuration has the searched table, the cut and the micro-batches, and check accepts it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.json").write_text(PROFILE)
+    tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
+    (tmp_path / "tiny.yaml").write_text(tiny.read_text().replace("num_layers: 4", "num_layers: 8"))
+    words = "schedule --pp 2 -m 6 --schedule zb-h1 --profile p.json --no-timeline --cut --search --memory-limit 3"
+    out = run(capsys, words + " --iterations 2000 --config tiny.yaml --write out/run.yaml")
+    assert "searched order taken" in out
+    config = load("out/run.yaml")
+    settled = resolve(config, world_size=4)
+    assert settled.layout.schedule == "out/run.csv"
+    assert layers_of_stages(settled.config.model, settled.config.parallel) == [5, 3]
+    assert settled.config.parallel.pipeline_model_parallel_layout == "Ettttt|tttL"
+    batch = settled.batch
+    assert (batch.num_microbatches, batch.grad_accum_steps, batch.global_batch_size) == (6, 1, 24)
+    assert read_csv("out/run.csv").items != build("zb-h1", pp=2, num_microbatches=6).items
+    assert "out/run.csv" in run(capsys, "check out/run.yaml")
+    # The name alone, and nothing beside the configuration, where no search was made or its order was left.
+    run(capsys, "schedule --pp 2 -m 6 --schedule 1f1b --no-timeline --config tiny.yaml --write named.yaml")
+    assert load("named.yaml").parallel.schedule == "1f1b"
+    assert not Path("named.csv").exists()
+
+
+def test_a_run_that_check_would_refuse_is_not_written(tmp_path, capsys):
+    tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
+    words = f"schedule --pp 4 -m 8 --schedule zbv --no-timeline --config {tiny} --write {tmp_path}/run.yaml"
+    assert main(words.split()) == 2
+    assert "num_layers 4" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        main("schedule --pp 2 -m 4 --schedule 1f1b --write run.yaml".split())
+    assert "--write needs --config" in capsys.readouterr().err
 
 
 def test_the_fastest_that_fits(capsys):
