@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.lab.planner.certainty import fit_probability
 from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
 from megaaccum.lab.planner.layout_config import checked, planned_keys
 from megaaccum.lab.planner.layouts import short_name
@@ -135,6 +136,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "memory_bytes": {kind: float(ranked.memory.by_kind[kind][index]) for kind in KINDS},
         "memory_total_bytes": float(ranked.memory.total[index]),
         "headroom_bytes": float(ranked.headroom[index]),
+        "fit_probability": float(_fit_probability(ranked, index)),
         "most_loaded_pipeline_rank": int(ranked.memory.rank[index]),
         "seconds_per_step": float(ranked.time.total[index]),
         "seconds_by_part": {name: float(seconds[index]) for name, seconds in ranked.time.by_part.items()},
@@ -143,6 +145,10 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "mfu": mfu(ranked, index),
         "tokens_per_second": tokens_per_second(ranked, index),
     }
+
+
+def _fit_probability(ranked: Ranked, index: int) -> Any:
+    return fit_probability(ranked.memory.total[index], ranked.workload.hardware.hbm_bytes)
 
 
 def explain(ranked: Ranked, index: int) -> str:
@@ -169,7 +175,8 @@ _MEMORY_SOURCES = {
     "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, section 3.1)",
     "activations": "per layer and micro-batch (arXiv 2205.05198, section 4) * those in flight (planner/pipeline.py)",
     "loss": "logits of one micro-batch: the 16-bit logits, FP32 exponentials, their gradient",
-    "workspace": "what is recomputed at once, as far as it is more than the loss that is gone by then",
+    "workspace": "what is recomputed at once, as far as it is more than the loss that is gone by then; the largest"
+    " gradient of a weight until it is added",
     "buffers": "DeepSpeed's reduction buckets, units gathered under streaming, inputs under sequence parallelism",
     "runtime": "CUDA context, NCCL and libraries (hardware.yaml)",
     "margin": "fragmentation: a share of what comes and goes (hardware.yaml)",
@@ -186,6 +193,8 @@ def _memory_lines(ranked: Ranked, index: int) -> list[str]:
         *lines,
         f"{'total':<12}{memory.total[index] / GIB:8.2f} GiB  of {ranked.workload.hardware.hbm_bytes / GIB:.1f} GiB:"
         f" {ranked.headroom[index] / GIB:.2f} GiB free",
+        f"fits with probability {_fit_probability(ranked, index):.0%}: the share of published runs that took no more"
+        " over their prediction",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.candidates import Limits
+from megaaccum.lab.planner.certainty import fit_probability
 from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.memory import Memory
 from megaaccum.lab.planner.time import StepTime
@@ -85,7 +86,7 @@ def search(
     memory = _joined(memories)
     fits = memory.total <= workload.hardware.hbm_bytes
     if not fits.any():
-        raise ConfigError(_closest_miss(workload, layouts, memory))
+        raise ConfigError(_closest_miss(workload, limits or Limits(), layouts, memory))
     kept = layouts.select(fits)
     time = workload.time_model(model).step(kept)
     order, unbeaten = _order(kept, _rows(memory, fits), time, rank)
@@ -151,15 +152,40 @@ def _time_rows(time: StepTime, rows: np.ndarray) -> StepTime:
     return StepTime(time.total[rows], parts, time.exposed[rows], time.bubble[rows])
 
 
-def _closest_miss(workload: Workload, layouts: Layouts, memory: Memory) -> str:
-    """The layout that lacks the least, by how much, and for what."""
+def _closest_miss(workload: Workload, limits: Limits, layouts: Layouts, memory: Memory) -> str:
+    """The layout that lacks the least, by how much, for what, and what would fit."""
     least = int(np.argmin(memory.total))
     name = ", ".join(f"{key}={value}" for key, value in layouts.axes(least).items())
     short = (memory.total[least] - workload.hardware.hbm_bytes) / GIB
     kinds = sorted(memory.by_kind, key=lambda kind: -memory.by_kind[kind][least])
     most = ", ".join(f"{kind} {memory.by_kind[kind][least] / GIB:.1f} GiB" for kind in kinds[:4])
+    odds = fit_probability(memory.total[least], workload.hardware.hbm_bytes)
     return (
         f"no layout fits {workload.world_size} GPUs of {workload.hardware.name} with"
         f" {workload.hardware.hbm_bytes / GIB:.1f} GiB: the closest of {len(layouts):,}, {name}, lacks {short:.1f} GiB"
-        f" ({most}): use more GPUs, offload_optimizer cpu, or a smaller seq_length."
+        f" ({most}) and fits with probability {odds:.0%}. {_remedies(workload, limits)}"
     )
+
+
+def _remedies(workload: Workload, limits: Limits) -> str:
+    """The least multiple of the GPUs and the key of `sharding` that make a layout fit, tried one by one."""
+    found = []
+    for times in (2, 4, 8, 16, 32, 64):
+        if _fits(replace(workload, world_size=times * workload.world_size), limits):
+            found.append(f"{times * workload.world_size:,} of these GPUs fit it")
+            break
+    offloaded = replace(workload.sharding, offload_optimizer="cpu")
+    if workload.sharding.backend == "deepspeed" and _fits(replace(workload, sharding=offloaded), limits):
+        found.append(f"on {workload.world_size}, offload_optimizer cpu does")
+    halves = replace(workload.model, seq_length=workload.model.seq_length // 2)
+    if not found and _fits(replace(workload, model=halves), limits):
+        found.append(f"on {workload.world_size}, seq_length {halves.seq_length} does")
+    return "; ".join(found or [f"{64 * workload.world_size:,} of them do not fit it either: use a smaller model"]) + "."
+
+
+def _fits(workload: Workload, limits: Limits) -> bool:
+    try:
+        layouts = workload.candidates(limits).layouts()
+    except ConfigError:
+        return False
+    return bool((workload.memory_model().peak(layouts).total <= workload.hardware.hbm_bytes).any())

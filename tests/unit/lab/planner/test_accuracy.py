@@ -61,6 +61,21 @@ def test_a_v_has_two_chunks_where_a_table_names_none(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.count("(all)") == 3  # and the rows of this package
 
 
+def test_the_page_has_every_source_in_both_halves(tmp_path: Path) -> None:
+    names = [f"mine-{number:03d}" for number in range(1, 9)]
+    fitted = [name for name in names if in_fit_half(row(row_id=name))]
+    slow = [dict(row_id=name, iter_time_s=17.0 * (8 if name == names[-1] else 1)) for name in names]
+    write(tmp_path, "measured_training.csv", slow)
+    page = tmp_path / "page.md"
+    assert planner_accuracy.main(["--tables", str(tmp_path), "--page", str(page)]) == 0
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith("| mine |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert (cells[1], cells[4]) == (str(len(fitted)), str(8 - len(fitted)))
+    assert cells[7].startswith(names[-1])
+    assert "the same run took 0.12 of it" in cells[8]
+    assert "Calculon: 3.65 %" in page.read_text()
+
+
 def test_an_empty_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planner_accuracy.main(["--tables", str(tmp_path)]) == 2
     assert "give --tables DIR" in capsys.readouterr().err

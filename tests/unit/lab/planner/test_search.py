@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.candidates import AXES, Limits
+from megaaccum.lab.planner.certainty import MEASURED, fit_probability
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
@@ -229,8 +231,34 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_told_the_closest_miss() -> None:
-    with pytest.raises(ConfigError, match=r"the closest of [\d,]+, tp=.* lacks \d+\.\d GiB \((optimizer|gradients) "):
-        search(workload(gpus=8, num_layers=128, hidden_size=16384, num_attention_heads=128, ffn_hidden_size=53248))
+    huge = dict(num_layers=128, hidden_size=16384, num_attention_heads=128, ffn_hidden_size=53248)
+    with pytest.raises(ConfigError) as caught:
+        search(workload(gpus=8, **huge))
+    text = str(caught.value)
+    assert re.search(r"the closest of [\d,]+, tp=.* lacks \d+\.\d GiB \((optimizer|gradients) ", text)
+    assert "fits with probability 0%" in text
+    enough = int(re.search(r"(\d+) of these GPUs fit it", text)[1])
+    assert len(search(workload(gpus=enough, **huge))) > 0
+    with pytest.raises(ConfigError, match=rf"{enough} of these GPUs fit it"):
+        search(workload(gpus=enough // 2, **huge))
+
+
+def test_a_key_that_makes_it_fit_is_named() -> None:
+    """5e9 parameters with 12 bytes each of optimizer state, which the host can hold."""
+    large = dict(num_layers=24, hidden_size=4096, num_attention_heads=32, ffn_hidden_size=16384)
+    with pytest.raises(ConfigError, match=r"on 1, offload_optimizer cpu does"):
+        search(workload(gpus=1, **large))
+    assert len(search(workload(gpus=1, offload_optimizer="cpu", **large))) > 0
+
+
+def test_the_probability_of_a_fit() -> None:
+    """It is how often the runs' measured peaks were no more over their predictions."""
+    sizes = np.array([0.5, 0.99, 1.0, 1.05, 1.5])
+    odds = fit_probability(sizes, 1.0)
+    assert (np.diff(odds) <= 0).all()
+    assert (odds[0], odds[-1]) == (1.0, 0.0)
+    assert 0.4 < odds[2] < 0.7
+    assert fit_probability(1 / MEASURED[10], 1.0) == pytest.approx(0.5)
 
 
 def test_a_batch_that_nothing_divides_is_told_the_nearest() -> None:
@@ -294,7 +322,7 @@ def test_axes_that_cannot_be_read(text: str) -> None:
 
 
 def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean h100 or h200"):
+    with pytest.raises(ConfigError, match="did you mean h100 or h800 or h200"):
         load_hardware("h100x")
     file = tmp_path / "mine.yaml"
     entries = ("mine: {like: h100, hbm_gib: 40, source: here}", "odd: {like: h100, colour: red}", "lone: {hbm_gib: 1}")
