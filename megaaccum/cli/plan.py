@@ -15,8 +15,8 @@ from megaaccum.config import Config, precision
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
-from megaaccum.lab.planner.cut import cut_of
-from megaaccum.lab.planner.hardware import Hardware, load_hardware, names
+from megaaccum.lab.planner.cut import cut_of, searched_seconds
+from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.search import Ranked, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import make_workload
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if args.why_not:
         print(why_not(workload, parse_axes(args.why_not), limits, ranked, rank=args.rank))
         return 0
-    _print(args, ranked, hardware, seconds)
+    _print(args, ranked, seconds)
     return 0
 
 
@@ -70,12 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=f"largest {axis}")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default 10)")
     parser.add_argument("--wide", action="store_true", help="every axis, kind of memory and share of time")
+    parser.add_argument("--search", action="store_true", help="seconds of each row in a searched order of its passes")
     parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
     parser.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
-    parser.add_argument("--profile", metavar="F", help="measured costs of the layers, by which --write cuts the stages")
+    parser.add_argument("--profile", metavar="F", help="measured costs of the layers, for --search and --write")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")
     return parser
 
@@ -101,17 +102,20 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     return fixed
 
 
-def _print(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:
+def _print(args: argparse.Namespace, ranked: Ranked, seconds: float) -> None:
     """Print the ranking in the form that the options select, and write the chosen row."""
     for name, row in (("--explain", args.explain), ("--row", args.row)):
         if row is not None and not 1 <= row <= len(ranked):
             raise ConfigError(f"{name} {row}: {len(ranked)} layouts fit; give a number from 1 to {len(ranked)}.")
+    profile = None if args.profile is None else read_profile(args.profile)
+    shown = range(min(args.top, len(ranked) if args.json else ranked.num_unbeaten))
+    searched = [searched_seconds(ranked, index, profile) for index in shown] if args.search else None
     if args.json:
-        print(json.dumps(report.as_json(ranked, args.top), indent=2))
+        print(json.dumps(report.as_json(ranked, args.top, searched), indent=2))
     elif args.explain is not None:
         print(report.explain(ranked, args.explain - 1))
     else:
-        _print_table(args, ranked, hardware, seconds)
+        _print_table(args, ranked, seconds, searched)
     if args.write:
         _write(ranked, args.row - 1, Path(args.write), args)
         print(f"wrote {args.write}", file=sys.stderr)
@@ -131,16 +135,18 @@ def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> 
     layout_config.write(work, at, path, comment=comment)
 
 
-def _print_table(args: argparse.Namespace, ranked: Ranked, hardware: Hardware, seconds: float) -> None:
+def _print_table(
+    args: argparse.Namespace, ranked: Ranked, seconds: float, searched: Sequence[float | None] | None
+) -> None:
     from rich.console import Console
 
-    work = ranked.workload
+    work, hardware = ranked.workload, ranked.workload.hardware
     print(
         f"{work.world_size:,} x {hardware.name_of_peak}, {work.tokens_per_step:,} tokens per step, by {args.rank}\n"
         f"{ranked.num_legal:,} legal layouts, {len(ranked):,} fit, {ranked.num_unbeaten:,} unbeaten; {seconds:.1f} s"
     )
     make, width = (report.wide_table, 200) if args.wide else (report.table, 80)
-    Console(width=None if sys.stdout.isatty() else width).print(make(ranked, args.top))
+    Console(width=None if sys.stdout.isatty() else width).print(make(ranked, args.top, searched))
     print("GiB of the most loaded rank; * parameters stream; --wide shows every axis.")
     print("--explain ROW writes the arithmetic out; --write F --row N a configuration.")
     print(printable(f"Figures of {hardware.name}: {hardware.source}"))

@@ -46,6 +46,7 @@ COMMANDS_FLAGS = {
         "profile",
         "even",
         "wide",
+        "search",
     },
     "tune": {"gpus", "hostfile", "top", "knob", "settle", "write", "calibrate", "time-limit", "wide"},
     "calibrate": {"like", "output", "layers", "dp"},

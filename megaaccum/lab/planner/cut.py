@@ -18,14 +18,22 @@ from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
+from megaaccum.lab.search.search import search_order
 from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.schedule.build import build
+from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.simulate import simulate
 from megaaccum.units import amount
 
 LEAST_GAIN = 0.01
 """A cut replaces the even one if the flush is faster by this."""
 SIMULATED = 4
 """Micro-batches per pipeline rank that are simulated at most: more of them repeat the steady state."""
+
+
+ORDERS, MOST_PASSES = 100, 4096
+"""Orders that are tried for a row of the table, and the forwards of a flush, over all stages, beyond which none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +79,30 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     if problem := layout_config.problem(work, ranked.name_of(index) | {"stages": layout}):
         return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {problem}")
     return PlannedCut(layout=layout, gain=gain)
+
+
+def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None) -> float | None:
+    """Seconds of a step of row `index` in the fastest order found for its even stages, in the memory of the named
+    schedule: the row's, less what `megaaccum schedule --search` gains with the same costs. None without a pipeline, or
+    with more than MOST_PASSES."""
+    work, at = ranked.workload, ranked.layouts.select(slice(index, index + 1))
+    pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
+    m = min(int(at.num_microbatches[0]), SIMULATED * pp)
+    if pp == 1 or pp * vpp * m > MOST_PASSES:
+        return None
+    layers = split_layers(work.model.num_layers, pp * vpp)
+    assert layers is not None, "candidates.py plans only layers that have a split"
+    predicted = predicted_profile(work, at)
+    profile = predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
+    named = build(name, pp=pp, num_microbatches=m, chunks=vpp)
+    hop = float(np.ravel(work.time_model(work.memory_model()).hop_seconds(at))[0])
+    costs, memory = profile.costs(_with_ends(layers), p2p=hop), Memory.counted(pp * vpp, chunks=vpp)
+    problem = Problem(
+        costs, stages=named.stages, num_microbatches=m, memory=memory, limit=max(memory.peaks(named))
+    )  # fmt: skip
+    found = search_order(problem, start=[named], iterations=ORDERS, seed=0, name=name)
+    gain = simulate(named, costs).makespan - simulate(found.schedule, costs).makespan
+    return float(ranked.time.total[index]) - max(0.0, gain)
 
 
 def _of_this_model(profile: Profile, pattern: str) -> Profile:

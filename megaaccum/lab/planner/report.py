@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -45,9 +45,10 @@ def tokens_per_second(ranked: Ranked, index: int) -> float:
     return ranked.workload.tokens_per_step / float(ranked.time.total[index])
 
 
-def table(ranked: Ranked, rows: int) -> Table:
-    """The first `rows` of the layouts that no other beats, in 80 columns."""
-    out = _brief("GiB", "s per\nstep", "MFU", "tokens\nper s")
+def table(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = None) -> Table:
+    """The first `rows` of the layouts that no other beats, in 80 columns. searched: seconds of each in a searched order
+    (cut.searched_seconds), in place of tokens per second."""
+    out = _brief("GiB", "s per\nstep", "MFU", "tokens\nper s" if searched is None else "s\nsearched")
     for index in range(min(rows, ranked.num_unbeaten)):
         seconds, speed = ranked.time.total[index], tokens_per_second(ranked, index)
         out.add_row(
@@ -55,9 +56,16 @@ def table(ranked: Ranked, rows: int) -> Table:
             f"{ranked.memory.total[index] / GIB:.1f}",
             f"{seconds:.3g}",
             f"{mfu(ranked, index):.1%}",
-            f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K",
+            (f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K")
+            if searched is None
+            else _searched(searched, index),
         )
     return out
+
+
+def _searched(searched: Sequence[float | None], index: int) -> str:
+    found = searched[index]
+    return "" if found is None else f"{found:.3g}"
 
 
 def _brief(*figures: str) -> Table:
@@ -72,14 +80,25 @@ def _words(row: int, at: Mapping[str, Any]) -> list[str]:
     return [str(row), short_name(at), f"{at['mbs']}x{at['ga']}", at["recompute"], at["schedule"]]
 
 
-def wide_table(ranked: Ranked, rows: int) -> Table:
+def wide_table(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = None) -> Table:
     """The same rows with all axes, GiB by kind, headroom, seconds, bubble, exposed communication and MFU."""
     out = Table(header_style="bold")
     moe = ranked.workload.model.num_experts is not None
     axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
     for name in ["#", *axes, "recompute", "schedule", "sync"]:
         out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
-    for name in [*_SHORT.values(), "rest", "GiB", "free", "s/step", "bubble", "comm", "MFU", "tokens/s"]:
+    for name in [
+        *_SHORT.values(),
+        "rest",
+        "GiB",
+        "free",
+        "s/step",
+        "bubble",
+        "comm",
+        "MFU",
+        "tokens/s",
+        *(() if searched is None else ("searched",)),
+    ]:
         out.add_column(name, justify="right", no_wrap=True)
     for index in range(min(rows, ranked.num_unbeaten)):
         at = ranked.name_of(index)
@@ -91,6 +110,7 @@ def wide_table(ranked: Ranked, rows: int) -> Table:
             at["sync"],
             *_memory_cells(ranked, index),
             *_time_cells(ranked, index),
+            *(() if searched is None else (_searched(searched, index),)),
         )
     return out
 
@@ -113,8 +133,9 @@ def _time_cells(ranked: Ranked, index: int) -> list[str]:
     ]
 
 
-def as_json(ranked: Ranked, rows: int) -> dict[str, Any]:
+def as_json(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = None) -> dict[str, Any]:
     """The first `rows` layouts with every number of the table, in bytes and seconds."""
+    more = [{} if searched is None else {"seconds_searched": each} for each in searched or [None] * rows]
     work = ranked.workload
     return {
         "gpu": work.hardware.name,
@@ -124,7 +145,7 @@ def as_json(ranked: Ranked, rows: int) -> dict[str, Any]:
         "legal_layouts": ranked.num_legal,
         "fitting_layouts": len(ranked),
         "unbeaten_layouts": ranked.num_unbeaten,
-        "layouts": [_one(ranked, index) for index in range(min(rows, len(ranked)))],
+        "layouts": [_one(ranked, index) | more[index] for index in range(min(rows, len(ranked)))],
     }
 
 

@@ -15,7 +15,11 @@ from megaaccum.config import resolve
 from megaaccum.config.schema import ModelConfig, ParallelConfig
 from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.lab.planner import calibration
+from megaaccum.lab.planner.candidates import AXES, Limits
+from megaaccum.lab.planner.cut import predicted_profile
 from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load
 
@@ -135,6 +139,29 @@ def test_write_cuts_by_measured_costs(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, err = run(capsys, *words)
     assert (code, err.count("\n")) == (2, 1)
     assert "the model has layers of kind X, for which kinds has no costs" in err
+
+
+def test_the_searched_schedule_is_a_column_with_the_costs_of_megaaccum_schedule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`schedule --search` on the planner's own costs finds what the column says."""
+    words = [*PLAN, "--fix", "pp=2,schedule=1f1b,dbs=4,mbs=1,tp=1,sync=streaming,recompute=none", "--top", "1"]
+    _, out, _ = run(capsys, *words, "--search", "--json")
+    (row,) = json.loads(out)["layouts"]
+    assert row["seconds_searched"] < row["seconds_per_step"]
+    config = load(LLAMA, ["--bf16"])
+    work = make_workload(config, world_size=64, hardware=load_hardware("h100"))
+    at = search(work, Limits(fixed={axis: row[axis] for axis in AXES if axis != "zero"})).layouts
+    model = work.time_model(work.memory_model())
+    write_profile(predicted_profile(work, at), tmp_path / "layers.json")
+    hop, m = float(model.hop_seconds(at)[0]), min(int(at.num_microbatches[0]), 8)
+    text = f"schedule --pp 2 -m {m} --schedule 1f1b --profile {tmp_path}/layers.json --p2p {hop} --search --no-timeline"
+    _, out, _ = run(capsys, *text.split(), "--iterations", "100")
+    named, found = (float(line.split()[-7]) for line in out.splitlines()[1:3])
+    gain = row["seconds_per_step"] - row["seconds_searched"]
+    assert gain == pytest.approx(named - found, rel=1e-3)
+    _, out, _ = run(capsys, *words, "--search")
+    assert "searched" in out and "tokens" not in out.splitlines()[2]
 
 
 def model_and_parallel(file: Path) -> tuple[ModelConfig, ParallelConfig]:
