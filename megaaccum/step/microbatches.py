@@ -82,7 +82,7 @@ class Microbatches:
     def differ(self) -> bool:
         """Whether side losses of some micro-batch have another scale than those of the first."""
         scales = {
-            (self.expected_weight(index) / self.num_tokens(index), self.token_weight(index), index in self.dummies)
+            (self.expected_weight(index), self.num_tokens(index), self.token_weight(index), index in self.dummies)
             for index in range(self.count)
         }
         return len(scales) > 1

@@ -37,3 +37,17 @@ def test_scales_are_not_rounded(monkeypatch):
     sides.begin_flush(batch)
     MoEAuxLossAutoScaler.set_loss_scale(config.moe_grad_scale_func())
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == pytest.approx(1 / 28, rel=1e-15)  # type: ignore[arg-type]
+
+
+def test_lengths_alone_give_each_micro_batch_its_scale(monkeypatch):
+    """With N known, each counts as much, by a mean over its own tokens; also if its weight is its number of tokens."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones((), dtype=torch.float64))
+    config = SimpleNamespace(num_moe_experts=4)
+    sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
+    batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4, 8, 2])  # type: ignore[arg-type, return-value]
+    sides.begin_attempt(Divisor.known(14.0, 3, reduction_divisor=1), 1.0)
+    sides.begin_flush(batch)
+    for index, tokens in enumerate(batch.tokens):
+        sides.begin_backward(0, index)
+        scale = float(MoEAuxLossAutoScaler.main_loss_backward_scale)  # type: ignore[arg-type]
+        assert scale * tokens == pytest.approx(1 / 3, rel=1e-15)
