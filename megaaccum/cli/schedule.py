@@ -323,8 +323,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
     add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
-    if args.write and args.config is None:
-        parser.error("--write needs --config CONFIG, whose model, data and other keys the file has")
+    if args.write and (args.config is None or args.write.suffix == ".csv"):
+        parser.error("--write needs --config CONFIG, whose model, data and other keys the YAML file has")
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if args.png:

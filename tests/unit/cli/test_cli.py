@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -122,3 +123,10 @@ def test_the_rank_that_speaks_for_all_is_not_ended_by_another(monkeypatch, capsy
         assert cli.complain(error, 2) == 2
     assert waits == [cli.GRACE_SECONDS]
     assert capsys.readouterr().err == "megaaccum: error: too few ranks\n"
+
+
+def test_a_machine_does_not_start_another_number_of_ranks_than_the_file_is_for(capsys) -> None:
+    """The one of tiny_cpu.yaml starts 4 ranks; a plan for 64 needs its hosts' launcher."""
+    config = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
+    assert cli.main(["train", config, "--world_size", "64"]) == 2
+    assert "made for 64 ranks (world_size), and 4 would start on this machine" in capsys.readouterr().err
