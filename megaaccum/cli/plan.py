@@ -16,6 +16,7 @@ from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
 from megaaccum.lab.planner.candidates import Limits
 from megaaccum.lab.planner.cut import cut_of, searched_seconds
+from megaaccum.lab.planner.from_run import fitted_to
 from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.search import Ranked, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     if not precision.is_given(config):
         layout_config.put(config, {"bf16": True})  # of the GPUs that are planned for, whatever this machine has
     workload = make_workload(config, world_size=world_size, hardware=hardware)
+    if args.from_run:
+        workload = fitted_to(workload, args.from_run, file=args.hardware)
     limits = Limits(
         fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
     )  # fmt: skip
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: the file's world_size)")
     group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(names())} (default h100)")
+    parser.add_argument("--from-run", metavar="RECEIPT", help="scale times by what a run of this model measured")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: the hardware's)")
     parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
     for axis in ("tp", "pp", "cp"):

@@ -47,9 +47,13 @@ _KEYS = frozenset(
 
 
 def load_hardware(
-    name: str, *, file: str | os.PathLike[str] | None = None, gpus_per_node: int | None = None
+    name: str,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    gpus_per_node: int | None = None,
+    slower: tuple[float, str] | None = None,
 ) -> Hardware:
-    """The entry `name` of the file, or of those in the package.
+    """The entry `name` of the file, or of those in the package; with `slower`, as `slowed` by this (factor, source).
 
     Raises:
         ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
@@ -65,7 +69,8 @@ def load_hardware(
             f"--gpu {name} is not in the hardware table; {hint} {', '.join(entries)}."
             " `megaaccum calibrate` measures a machine and writes an entry for --hardware."
         )
-    return _make(wanted, _merged(wanted, entries), gpus_per_node)
+    entry = slowed(wanted, slower[0], source=slower[1], file=file) if slower else _merged(wanted, entries)
+    return _make(wanted, entry, gpus_per_node)
 
 
 _RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")

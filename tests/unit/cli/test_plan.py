@@ -22,6 +22,7 @@ from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics import receipts
 
 LLAMA = str(Path(__file__).parents[3] / "configs" / "llama3_8b.yaml")
 PLAN = ["plan", LLAMA, "--gpus", "64", "--gpu", "h100", "--max-cp", "1"]
@@ -167,6 +168,50 @@ def test_the_searched_schedule_is_a_column_with_the_costs_of_megaaccum_schedule(
 def model_and_parallel(file: Path) -> tuple[ModelConfig, ParallelConfig]:
     config = resolve(load(file), world_size=64).config
     return config.model, config.parallel
+
+
+def receipt(path: Path, config: str, *flags: str, seconds: float | None) -> str:
+    plan = resolve(load(config, [*TP8, "--bf16", *flags]), world_size=64)
+    content = receipts.opening(plan, data_digest="", vocab_size=128256, ranks=[], predicted={}, start_step=0)
+    measured = {"measured": {"seconds_per_step": seconds}}
+    path.write_text(json.dumps(content | measured | {"schema": receipts.SCHEMA, "version": receipts.VERSION}))
+    return str(path)
+
+
+TP8 = [
+    *("--tensor_model_parallel_size", "8", "--pipeline_model_parallel_size", "1", "--sequence_parallel"),
+    *("--micro_batch_size", "1", "--pp_microbatches", "1", "--grad_accum_steps", "64", "--global_batch_size", "512"),
+]
+
+
+def test_times_are_scaled_by_what_a_run_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The run's own layout comes out as it was measured, within what is not of the machine, and others move with it."""
+
+    def seconds(*more: str, fix: str = "tp=8,cp=1,pp=1,mbs=1,recompute=none,sync=resident,dbs=1,zero=3") -> float:
+        code, out, err = run(capsys, *PLAN, "--bf16", "--json", "--top", "1", "--fix", fix, *more)
+        assert code == 0, err
+        return float(json.loads(out)["layouts"][0]["seconds_per_step"])
+
+    plain = seconds()
+    slow = receipt(tmp_path / "slow.json", LLAMA, seconds=2 * plain)
+    assert seconds("--from-run", slow) == pytest.approx(2 * plain, rel=0.03)
+    other = "tp=4,cp=1,pp=2,mbs=1,recompute=none,sync=resident"
+    assert seconds("--from-run", slow, fix=other) == pytest.approx(2 * seconds(fix=other), rel=0.05)
+
+
+def test_receipts_that_tell_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    longer = receipt(tmp_path / "other.json", LLAMA, "--num_layers", "64", seconds=9.0)
+    short = receipt(tmp_path / "short.json", LLAMA, seconds=None)
+    (tmp_path / "none.json").write_text("{}")
+    for path, told in (
+        (longer, "the run was of another model, with num_layers 64 and not 32"),
+        (short, "no step after the first was measured"),
+        (str(tmp_path / "none.json"), "is no receipt"),
+        (str(tmp_path / "missing.json"), "cannot be read as a receipt"),
+    ):
+        code, _, err = run(capsys, *PLAN, "--from-run", path)
+        assert code == 2
+        assert told in err.replace("\n", " ")
 
 
 def test_a_hostfile_says_gpus_and_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
