@@ -68,7 +68,8 @@ class DeepSpeedBackend:
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
         accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
-        model, dtype = torch.nn.ModuleList(chunks), next(chunks[0].parameters()).dtype
+        model = torch.nn.ModuleList(chunks)
+        dtype = next(model.parameters()).dtype
         if own_ranks and plan.config.sharding.zero_stage != 3:
             zero12.separate_experts(model, optimizer)
         config = zero12.zero1_config(deepspeed_config(plan), dtype)

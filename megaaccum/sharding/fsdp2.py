@@ -97,7 +97,8 @@ class Fsdp2Backend:
         """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
-        compute = next(chunk.parameters()).dtype
+        planned = names.DTYPES[sharding.params_dtype or "fp32"]
+        compute = next((param.dtype for param in chunk.parameters()), planned)  # a stage may have no layer
         is_trained = any(param.requires_grad for param in chunk.parameters())
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32" and is_trained:
             chunk.float()

@@ -50,7 +50,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
         config.timers = None
         if plan.layout.pp > 1 and config.pipeline_dtype is None:
-            config.pipeline_dtype = next(chunks[0].parameters()).dtype
+            config.pipeline_dtype = next(param.dtype for chunk in chunks for param in chunk.parameters())
         if plan.layout.schedule == "interleaved":
             # Batched, next and previous rank of pp 2 are one, and activations and gradients swap without an error.
             config.overlap_p2p_comm, config.batch_p2p_comm = True, False

@@ -11,7 +11,7 @@ from megaaccum.schedule.actions import stage_map
 from megaaccum.schedule.orders import Problem
 from megaaccum.schedule.validate import receives
 from tests.support.distance import cells, check, one_process_reference, problems
-from tests.support.parity import Case, Rig
+from tests.support.parity import SYNC_MODES, Case, Rig
 
 OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
 UNTIED = "--untie_embeddings_and_output_weights "
@@ -127,6 +127,12 @@ def test_with_tensor_and_sequence_parallel(case, parity):
 def test_stages_of_different_sizes_in_a_v(case, parity):
     """A short last stage: layers keep their numbers, and with them their weights."""
     parity(case)
+
+
+def test_a_stage_without_layers():
+    """A rank's first chunk may have no parameter."""
+    layout = "--pp 2 --pp_microbatches 8 --schedule v-half --pipeline_model_parallel_layout Ett||ttt|tttL "
+    check([Case(2, layout + SYNC_MODES[name]) for name in ("ZeRO-3 resident", "FSDP2 resident")])
 
 
 @pytest.mark.parametrize("lane", ["fp64", "fp32"])
