@@ -78,7 +78,7 @@ bank: setup
 weights: setup
 	$(BIN)/python -m pytest tests/bank/test_weights.py
 
-# Tables that take minutes and of which `make test` runs one cell per backend: Muon on every backend and layout.
+# Tables that take minutes, of which `make test` runs few cells: Muon on every backend and layout, and the GPU suite, dry.
 long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/long
 

@@ -60,7 +60,7 @@ def _timed(forward: Callable, *passes: Callable) -> list[float]:
     return [after - before for before, after in itertools.pairwise(marks)]
 
 
-def _layer(hidden: int, tokens: int):
+def _layer(hidden: int, tokens: int, params_dtype: str = "fp32"):
     """A decoder of one layer, with its final norm."""
     from megaaccum import config
     from megaaccum.distributed import groups
@@ -69,7 +69,8 @@ def _layer(hidden: int, tokens: int):
     flags = (
         f"--num_layers 1 --hidden_size {hidden} --num_attention_heads {hidden // 64} --seq_length {tokens} "
         "--attention_dropout 0 --hidden_dropout 0 --train_iters 1 --lr 1e-3 --pp_microbatches 1 --backend ddp "
-        "--data_path none --swiglu --normalization RMSNorm --position_embedding_type rope"
+        "--data_path none --swiglu --normalization RMSNorm --position_embedding_type rope "
+        f"--params_dtype {params_dtype}"
     )
     plan = config.resolve(load(None, flags.split()), world_size=1)
     built = groups.build(plan.layout, timeout_minutes=1)

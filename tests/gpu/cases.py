@@ -100,7 +100,7 @@ def saved_in_background(*, dry: bool) -> Found:
     rig = Rig.of(case)
     for step in (1, 2):
         rig.train(step)
-    progress = save_load.Progress(step=2, consumed_samples=16, lr_schedule={}, data="", shape={}, transaction={})
+    progress = save_load.Progress(step=2, consumed_samples=16, lr_schedule={}, data={}, shape={})
     group = groups.for_background(5)
     writing = save_load.BackgroundSave(folder, rig.backend, rig.groups, progress, keep_last=1, group=group)
     whole = rig.train(3)
@@ -224,8 +224,8 @@ def _model(size: str, *, dry: bool) -> tuple[str, int]:
 def _large(layout: str, size: str, *, dry: bool) -> tuple[Rig, list[dict[str, torch.Tensor]]]:
     """A model of a real size, and a step of random tokens."""
     flags, length = _model(size, dry=dry)
-    # Rig's own buckets are for tiny models; fully_shard has none.
-    layout = layout if "_bucket_" in layout or "fsdp2" in layout else f"--reduce_bucket_size 50000000 {layout}"
+    # Rig's own buckets are for tiny models; the other backends have their own, or none.
+    layout = layout if "_bucket_" in layout or "--backend" in layout else f"--reduce_bucket_size 50000000 {layout}"
     rig = Rig.of(Case(1, f"--pp_microbatches {2 if dry else 8} {layout}", flags, "bf16"))
     batch = rig.plan.batch
     tokens = torch.randint(0, 61, (batch.num_microbatches, batch.micro_batch_size, length + 1))
@@ -305,13 +305,13 @@ def idle_gaps(*, dry: bool) -> Found:
 
 
 def layer(*, dry: bool) -> Found:
-    """F, B, I and W of a layer, and a weight gradient in FP32: added after its product in BF16, or made in FP32."""
+    """Seconds of F, B, I and W of a layer in BF16, and of the ways in which a weight gradient gets into an FP32 sum."""
     from benchmarks.layer import _layer
     from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 
     hidden, tokens, device = (64, 64, cpu.device()) if dry else (4096, 8192, cpu.device())
-    module = _layer(hidden, tokens)
-    x = torch.randn(tokens, 1, hidden, device=device, requires_grad=True)
+    module = _layer(hidden, tokens, "bf16").train()
+    x = torch.randn(tokens, 1, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def forward() -> torch.Tensor:
         return module(x, None, rotary_pos_emb=None)
@@ -327,11 +327,24 @@ def layer(*, dry: bool) -> Found:
 
     apart = statistics.median(_timed(input_grad, 5))
     late = statistics.median(_timed(lambda: owed.pop().compute(), 5))
-    a, b = (torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
-    total = torch.zeros(hidden, hidden, device=device)
-    added = statistics.median(_timed(lambda: total.add_(a.t() @ b), 5))
+    products = _weight_gradients(hidden, tokens, dry=dry)
     seconds = {"F": statistics.median(_timed(forward, 5)), "F + B": whole, "F + I": apart, "W": late}
-    return {"ok": True} | seconds | {"product, then added": added}
+    return {"ok": all(each > 0 for each in seconds.values())} | seconds | products
+
+
+def _weight_gradients(hidden: int, tokens: int, *, dry: bool) -> Found:
+    """Seconds of a BF16 product that ends in an FP32 sum: cast, then added; added as it is; made in FP32 (on a CPU,
+    which has no such product, not measured)."""
+    a, b = (torch.randn(tokens, hidden, device=cpu.device(), dtype=torch.bfloat16) for _ in range(2))
+    total = torch.zeros(hidden, hidden, device=cpu.device())
+    arms: dict[str, Callable[[], Any]] = {
+        "product, cast, added": lambda: total.add_((a.t() @ b).float()),
+        "product, added": lambda: total.add_(a.t() @ b),
+    }
+    if not dry:
+        arms["product in FP32, added"] = lambda: total.add_(torch.mm(a.t(), b, out_dtype=torch.float32))
+        arms["product into the sum"] = lambda: torch.addmm(total, a.t(), b, out_dtype=torch.float32)
+    return {name: statistics.median(_timed(arm, 5)) for name, arm in arms.items()}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

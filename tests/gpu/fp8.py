@@ -13,20 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu import one
+
 MICROBATCHES, STEPS = 8, 12
 TINY = (
     "--num_layers 4 --hidden_size 64 --transformer_impl transformer_engine --clip_grad 1 "
@@ -47,7 +44,7 @@ RECIPES = {
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.gpu.fp8", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fp8_gpu.json")
+    parser.add_argument("--out", type=Path, default=one.OUT.with_name("fp8_gpu.json"))
     parser.add_argument("--dry-run", action="store_true", help="on a CPU; writes no report unless --out is given")
     parser.add_argument("--only", nargs="*", help="names of checks")
     arguments = parser.parse_args(argv)
@@ -58,7 +55,8 @@ def main(argv: list[str]) -> int:
     import torch.distributed as dist
 
     checks = {name: check for name, check in CHECKS.items() if not arguments.only or name in arguments.only}
-    report = _conditions() | {"dry_run": arguments.dry_run, "checks": {n: _outcome(c) for n, c in checks.items()}}
+    report = one.conditions(dry=arguments.dry_run) | {"ranks": dist.get_world_size()}
+    report["checks"] = {name: _outcome(check) for name, check in checks.items()}
     report["ok"] = all(check["ok"] for check in report["checks"].values())
     if dist.get_rank() == 0:
         text = json.dumps(report, indent=2)
@@ -86,30 +84,6 @@ def _start(*, dry: bool) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.backends.cuda.matmul.allow_tf32 = False
     torch.distributed.init_process_group(cpu.backend())
-
-
-def _conditions() -> dict[str, Any]:
-    """Without which a figure means nothing."""
-    import torch
-
-    names = ("torch", "transformer-engine", "megatron-core", "deepspeed", "megaaccum")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    real = torch.cuda.is_available() and torch.version.cuda and torch.cuda.device_count() > 0
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git.stdout.strip(),
-        "gpu": torch.cuda.get_device_name() if real else f"none ({platform.machine()})",
-        "ranks": torch.distributed.get_world_size(),
-        "cuda": torch.version.cuda,
-        "versions": {name: _version(name) for name in names},
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _outcome(check: Callable[[], dict]) -> dict:

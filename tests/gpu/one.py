@@ -1,20 +1,22 @@
-"""Runs the cases of one GPU: each in processes of its own with a time limit, one line of JSON per case.
+"""Runs the cases of one GPU, many in a process, each with a time limit; one line of JSON per case.
 
     python -m tests.gpu.one env smoke sync adam       # subcommands, or names of cases (--list shows both)
     python -m tests.gpu.one --dry-run smoke           # the same code on a CPU, over gloo, with sizes for a CPU
 
-Lines are appended as cases end to docs/benchmarks/gpu.jsonl, or to gpu.jsonl in the folder that OUT names (--out FILE;
-a dry run writes to a file only if --out says so). A case whose last line is of this commit and machine and is ok is not
-run again (--again runs it). Exit code 1 if a case failed. Several ranks on one GPU: NCCL refuses two ranks of one GPU
-on one host, so each says it is a host of its own (NCCL_HOSTID) and they talk over sockets: NCCL's streams, order and
-waits are real, its speed is not.
+Cases run in order of their value (tests.gpu.spec), so that a run which is cut short has the most to show. Lines are
+appended as cases end to docs/benchmarks/gpu.jsonl, or to gpu.jsonl in the folder that OUT names (--out FILE; a dry run
+writes to a file only if --out says so). A case whose last line there is of this commit and machine and is ok is not run
+again (--again runs it). Exit code 1 if a case failed. Cases with as many ranks and the same environment share
+processes, until one fails. Several ranks on one GPU: NCCL refuses two ranks of one GPU on one host, so each says it is
+a host of its own (NCCL_HOSTID) and they talk over sockets: NCCL's streams, order and waits are real, its speed is not.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import multiprocessing.context
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -25,8 +27,10 @@ import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.gpu.spec import Spec, specs
 
@@ -43,21 +47,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help=f"file of results, appended to (default {OUT})")
     parser.add_argument("--again", action="store_true", help="also run what has passed at this commit")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank_of:
-        return _rank(args.rank_of, dry=args.dry_run, result=args.out)
     chosen = choose(args.cases)
     if args.list:
         print("\n".join(f"{spec.name:<34}{spec.ranks} ranks, {spec.seconds} s" for spec in chosen))
         return 0
     if args.dry_run:
-        _prepare_forks()
+        prepare_forks()
     where = conditions(dry=args.dry_run)
     folder = Path(os.environ.get("OUT") or OUT.parent)
     out = args.out or (None if args.dry_run else folder / OUT.name)
-    done = set() if args.again or out is None else passed(out, where)
-    results = [_reported(spec, where, out, dry=args.dry_run) for spec in chosen if spec.name not in done]
+    # The committed file too: where only OUT outlasts a run, the lines of earlier runs come back in the tree.
+    done = set() if args.again or out is None else passed(out, where) | passed(OUT, where)
+    with Runner(dry=args.dry_run) as runner:
+        results = [_reported(runner, spec, where, out) for spec in chosen if spec.name not in done]
     print(f"{sum(each['ok'] for each in results)} of {len(results)} ok, {len(chosen) - len(results)} passed before")
     return 0 if all(each["ok"] for each in results) else 1
 
@@ -106,9 +109,9 @@ def passed(out: Path, where: dict[str, Any]) -> set[str]:
     return {name for name, line in last.items() if line["ok"] and all(line[key] == where[key] for key in same)}
 
 
-def _reported(spec: Spec, where: dict[str, Any], out: Path | None, *, dry: bool) -> dict[str, Any]:
+def _reported(runner: Runner, spec: Spec, where: dict[str, Any], out: Path | None) -> dict[str, Any]:
     start = time.monotonic()
-    found = run(spec, dry=dry)
+    found = runner.run(spec)
     line = {"case": spec.name, "ok": bool(found.pop("ok", False)), "seconds": round(time.monotonic() - start, 1)}
     line |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "ranks": spec.ranks} | where | {"result": found}
     print(
@@ -124,65 +127,96 @@ def _reported(spec: Spec, where: dict[str, Any], out: Path | None, *, dry: bool)
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run(spec: Spec, *, dry: bool) -> dict[str, Any]:
-    """Run a case. Returns rank 0's result, or the first that is not ok, or how its processes ended. Ends only these."""
-    with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
-        start = _forked if dry else _started
-        processes = [start(spec, rank, Path(folder)) for rank in range(spec.ranks)]
-        problem = _wait(processes, spec.seconds * (4 if dry else 1))
-        results = [json.loads(each.read_text()) for each in sorted(Path(folder).glob("*.json"))]
-        found = next((each for each in results if not each.get("ok")), results[0] if results else {})
-        found |= {"ok": False, "problem": problem} if problem else {}
+class Runner:
+    """Runs cases, one at a time, on ranks that stay for the next case if it wants as many and the same environment.
+    Ends its processes when left."""
+
+    def __init__(self, *, dry: bool):
+        self._dry = dry
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self, spec: Spec) -> dict[str, Any]:
+        """Rank 0's result, or the first that is not ok, or how the ranks ended: after either they are replaced."""
+        if self._ranks is None or self._ranks.kind != kind_of(spec):
+            self._end()
+            self._ranks = Ranks(spec, "fork" if self._dry else "spawn", dry=self._dry)
+        found = self._ranks.run(spec, spec.seconds * (4 if self._dry else 1))
         if not found.get("ok"):
-            found["output"] = [Path(folder, f"{rank}.log").read_text()[-1500:] for rank in range(spec.ranks)]
+            found["output"] = self._ranks.output()
+            self._end()
         return found
 
-
-def _started(spec: Spec, rank: int, folder: Path) -> subprocess.Popen:
-    """A rank in an interpreter of its own."""
-    env = os.environ | _environment(spec, rank, folder)
-    with (folder / f"{rank}.log").open("w") as log:
-        return subprocess.Popen(_command(spec, rank, folder), env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    def _end(self) -> None:
+        if self._ranks is not None:
+            self._ranks.end()
+        self._ranks = None
 
 
-def _command(spec: Spec, rank: int, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.gpu.one", "--rank-of", spec.name, "--out", str(folder / f"{rank}.json")]
+def kind_of(spec: Spec) -> tuple[int, dict[str, str]]:
+    """The number of processes and their environment: cases of one kind can share them."""
+    return spec.ranks, spec.environment
 
 
-class _Fork(multiprocessing.context.ForkProcess):
-    """A rank of a dry run: a fork of this process, which has imported the libraries once. Has Popen's names."""
+class Ranks:
+    """The processes of one kind of case. start: `fork` of this one, which has imported the libraries, or `spawn` of
+    interpreters, as CUDA does not survive a fork."""
 
-    @property
-    def returncode(self) -> int | None:
-        return self.exitcode
+    def __init__(self, spec: Spec, start: str, *, dry: bool):
+        self.kind = kind_of(spec)
+        self._folder = tempfile.TemporaryDirectory(prefix="one-gpu-")
+        self._logs = [Path(self._folder.name, f"{rank}.log") for rank in range(spec.ranks)]
+        context: Any = multiprocessing.get_context(start)
+        self._pipes, self._processes = [], []
+        sys.stdout.flush()
+        for rank, log in enumerate(self._logs):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, log, os.getpid()), kwargs={"dry": dry}, daemon=True)
+            with patch.dict(os.environ, _environment(spec, rank, Path(self._folder.name))):
+                process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
 
-    def poll(self) -> int | None:
-        return self.exitcode
+    def run(self, spec: Spec, seconds: float) -> dict[str, Any]:
+        """Rank 0's result once all are ok; else the first that is not, or that a rank ended, or that time is up."""
+        end, results = time.monotonic() + seconds, dict[int, dict[str, Any]]()
+        for pipe in self._pipes:
+            pipe.send(spec)
+        while len(results) < len(self._pipes):
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                return {"ok": False, "problem": f"not done in {seconds:g} s"}
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    return {"ok": False, "problem": f"rank {rank} ended with {self._processes[rank].exitcode}"}
+                if not results[rank].get("ok"):
+                    return results[rank]
+        return results[0]
 
-    def wait(self) -> int | None:
-        self.join()
-        return self.exitcode
+    def output(self) -> list[str]:
+        """The end of what each rank has written."""
+        return [log.read_text()[-1500:] if log.exists() else "" for log in self._logs]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
-def _forked(spec: Spec, rank: int, folder: Path) -> _Fork:
-    sys.stdout.flush()
-    fork = _Fork(target=_in_fork, args=(spec, rank, folder))
-    fork.start()
-    return fork
-
-
-def _in_fork(spec: Spec, rank: int, folder: Path) -> None:
-    import torch
-
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(_environment(spec, rank, folder))
-    torch.set_num_threads(1)
-    _rank(spec.name, dry=True, result=folder / f"{rank}.json")
-
-
-def _prepare_forks() -> None:
+def prepare_forks() -> None:
+    """Import the libraries, without a GPU, in the process that a dry run forks."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megaaccum.distributed import preload
 
@@ -203,37 +237,38 @@ def _environment(spec: Spec, rank: int, folder: Path) -> dict[str, str]:
     return common | spec.environment | (hosts if spec.ranks > 1 else {})
 
 
-def _wait(processes: Sequence[subprocess.Popen | _Fork], seconds: float) -> str:
-    """'' once all have ended well, else what went wrong first, with every process ended."""
-    end, problem = time.monotonic() + seconds, ""
-    while any(each.poll() is None for each in processes) and not problem:
-        failed = [rank for rank, each in enumerate(processes) if each.poll() not in (None, 0)]
-        problem = f"rank {failed[0]} ended with {processes[failed[0]].returncode}" if failed else ""
-        problem = problem or (f"not done in {seconds} s" if time.monotonic() > end else "")
-        time.sleep(0.05)
-    for each in processes:
-        if each.poll() is None:
-            each.kill()
-        each.wait()
-    failed = [rank for rank, each in enumerate(processes) if each.returncode]
-    return problem or (f"rank {failed[0]} ended with {processes[failed[0]].returncode}" if failed else "")
+def _serve(pipe: Any, log: Path, parent: int, *, dry: bool) -> None:
+    """One rank: runs the cases that come through `pipe`, until the process that sends them is gone."""
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    join_ranks(dry=dry)
+    while os.getppid() == parent:
+        if pipe.poll(1.0):
+            pipe.send(outcome(pipe.recv(), dry=dry))
 
 
-def _rank(name: str, *, dry: bool, result: Path) -> int:
-    """One rank of a case, in a process of its own."""
-    (spec,) = [each for each in specs() if each.name == name]
-    _join(spec.ranks, dry=dry)
+def outcome(spec: Spec, *, dry: bool) -> dict[str, Any]:
+    """The result of a case, after which this process is as it was before, as far as it can be."""
+    import torch
+
+    from megaaccum.distributed import groups
+
     try:
-        found = spec.load()(dry=dry)
+        with patch.dict(os.environ):
+            return spec.load()(dry=dry)
     except Exception as error:  # whatever it is, the line of results shows it
-        found = {"ok": False, "error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()[-1500:]}
-    result.write_text(json.dumps(found))
-    sys.stdout.flush()
-    # Without leaving the process group: a rank that failed would wait there for the others.
-    os._exit(0 if found.get("ok") else 1)
+        return {"ok": False, "error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()[-1500:]}
+    finally:
+        groups.destroy()
+        gc.collect()
+        if not dry:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
-def _join(ranks: int, *, dry: bool) -> None:
+def join_ranks(*, dry: bool) -> None:
+    """Meet the other ranks, on the GPU unless `dry`."""
     from megaaccum.distributed import preload
     from megaaccum.platform import cpu
 
@@ -241,11 +276,13 @@ def _join(ranks: int, *, dry: bool) -> None:
     preload.libraries()
     import torch
 
-    if not dry:
+    if dry:
+        torch.set_num_threads(1)
+    else:
         torch.cuda.set_device(0)
         torch.backends.cuda.matmul.allow_tf32 = False
     where: dict[str, Any] = {"init_method": os.environ["MEET_AT"], "rank": int(os.environ["RANK"])}
-    torch.distributed.init_process_group(cpu.backend(), world_size=ranks, **where)
+    torch.distributed.init_process_group(cpu.backend(), world_size=int(os.environ["WORLD_SIZE"]), **where)
 
 
 if __name__ == "__main__":

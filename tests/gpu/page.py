@@ -1,11 +1,14 @@
 """The table of docs/concepts/gpu.md, from the results that are committed: what has run on a GPU, what dry, what never.
 
 python -m tests.gpu.page        writes it
+
+The lines of a file are of one commit, whose code is that of the page's own, or the page is not written.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,13 @@ from tests.gpu.spec import specs
 
 PAGE = ROOT / "docs" / "concepts" / "gpu.md"
 DRY = OUT.with_name("gpu_dry.jsonl")
+CODE = ("megaaccum", "benchmarks", "tests/gpu", "tests/support")
 BEGIN, END = "<!-- results: python -m tests.gpu.page -->\n", "<!-- end of results -->\n"
 
 
 def main() -> int:
+    for out in (OUT, DRY):
+        refuse_other_code(out, last_lines(out))
     PAGE.write_text(written(PAGE.read_text(), last_lines(OUT), last_lines(DRY)))
     return 0
 
@@ -27,6 +33,16 @@ def last_lines(out: Path) -> dict[str, dict[str, Any]]:
     """By case, its last line in a file of results; empty where there is none."""
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     return {line["case"]: line for line in lines}
+
+
+def refuse_other_code(out: Path, lines: dict[str, dict[str, Any]]) -> None:
+    """Raise SystemExit unless the lines of a file of results are of one commit with the code of HEAD."""
+    for commit in sorted({line["commit"] for line in lines.values()}):
+        same = subprocess.run(["git", "diff", "--quiet", commit, "HEAD", "--", *CODE], cwd=ROOT, capture_output=True)
+        names = [name for name, line in lines.items() if line["commit"] == commit]
+        if same.returncode or len(names) < len(lines):
+            raise SystemExit(f"{out.name}: {len(names)} of {len(lines)} cases ran at commit {commit[:7]}, {names[0]} is"
+                             " one; run the suite at this commit and keep its lines alone")  # fmt: skip
 
 
 def written(page: str, on_gpu: dict[str, dict[str, Any]], dry: dict[str, dict[str, Any]]) -> str:

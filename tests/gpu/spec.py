@@ -1,4 +1,4 @@
-"""The cases of one GPU by subcommand: what each runs, on how many ranks, and how long it may take."""
+"""The cases of one GPU by subcommand: what each runs, on how many ranks, how long it may take, and which come first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """function: of tests.gpu.cases; it is called with `arguments` and `dry`, on every rank, and returns a dict with
-    `ok`. seconds: until its processes are ended, with the compilation that a first case waits for. environment: of its
-    processes."""
+    """function: of `module`; it is called with `arguments` and `dry`, on every rank, and returns a dict with `ok`.
+    seconds: until its processes are ended, with the start and the compilation that a first case waits for. environment:
+    of its processes."""
 
     name: str
     group: str
@@ -22,16 +22,25 @@ class Spec:
     ranks: int = 1
     seconds: int = 150
     environment: dict[str, str] = field(default_factory=dict)
+    module: str = "tests.gpu.cases"
 
     def load(self) -> Callable[..., dict[str, Any]]:
         """The function, which imports torch."""
-        return partial(getattr(importlib.import_module("tests.gpu.cases"), self.function), **self.arguments)
+        return partial(getattr(importlib.import_module(self.module), self.function), **self.arguments)
 
 
 PP, TP, CP = "--pp 2 ", "--tp 2 --sequence_parallel ", "--cp 2 "
 LOCAL, LLAMA = "--transformer_impl local ", "--swiglu --normalization RMSNorm --position_embedding_type rope "
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 EXPERTS = "--num_experts 4 --no_add_bias_linear "
+FIRST = (
+    "env", "zero-3 bf16", "zero-3 streaming bf16", "megatron bf16", "train", "engine", "wrap", "async save and resume",
+    "sync", "beside megatron zero-3", "layer", "memory 1.2B resident",
+    "probe", "lanes", "1f1b", "zbv", "layout bits", "pretrain", "train zbv", "pp 2 x dp 2",
+)  # fmt: skip
+"""One case of each kind, which run before all others: what is worth most if there is one run. Those that share
+processes follow each other."""
 
 _SMOKE = {
     "zero-3": "",
@@ -70,12 +79,17 @@ _TWO = {
 
 def specs() -> list[Spec]:
     """Every case, in the order in which they run."""
+    return sorted(_every(), key=lambda each: FIRST.index(each.name) if each.name in FIRST else len(FIRST))
+
+
+def _every() -> list[Spec]:
     return [
         Spec(name="env", group="env", function="environment"),
         *_smoke(),
         Spec(name="sync", group="sync", function="host_syncs"),
         Spec(name="sync streaming", group="sync", function="host_syncs", arguments={"layout": "--sync streaming"}),
         Spec(name="adam", group="adam", function="adam"),
+        *_doors(),
         *_two_hosts(),
         *_speed(),
         *_memory(),
@@ -101,12 +115,29 @@ def _smoke() -> list[Spec]:
     return [*found, Spec(name="async save and resume", group="smoke", function="saved_in_background")]
 
 
+def _doors() -> list[Spec]:
+    """Cases that go in as a user does."""
+    module, two = "tests.gpu.runs", {"environment": QUEUES, "ranks": 2}
+    layout = {"keys": f"{PP}--schedule zbv --reproducible layout --verify_at_start", "lane": ""}
+    return [
+        Spec(name="train", group="doors", module=module, function="trained", seconds=240),
+        Spec(name="train zbv", group="doors", module=module, function="trained", seconds=240, arguments=layout, **two),
+        Spec(name="engine", group="doors", module=module, function="engine"),
+        Spec(name="engine zbv", group="doors", module=module, function="engine", **two,
+             arguments={"layout": PP + "--schedule zbv"}),
+        Spec(name="wrap", group="doors", module=module, function="wrapped"),
+        Spec(name="wrap 1f1b", group="doors", module=module, function="wrapped", arguments={"layout": PP}, **two),
+        Spec(name="pretrain", group="doors", module=module, function="pretrain_script", **two),
+        Spec(name="layout bits", group="doors", module=module, function="bits_in_layouts", **two),
+    ]  # fmt: skip
+
+
 def _two_hosts() -> list[Spec]:
-    probe = Spec(name="probe", group="twohosts", function="probe", ranks=2)
-    lanes = Spec(name="lanes", group="twohosts", function="lanes", ranks=2)
+    probe = Spec(name="probe", group="twohosts", function="probe", ranks=2, environment=QUEUES)
+    lanes = Spec(name="lanes", group="twohosts", function="lanes", ranks=2, environment=QUEUES)
     cells = [
         Spec(name=name, group="twohosts", function="gradient", ranks=ranks, arguments={"layout": layout},
-             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+             environment=QUEUES)
         for name, (ranks, layout) in _TWO.items()
     ]  # fmt: skip
     queues = [
@@ -114,7 +145,9 @@ def _two_hosts() -> list[Spec]:
              arguments={"count": count}, environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(count)})
         for count in (1, 8, 32)
     ]  # fmt: skip
-    return [probe, lanes, *cells, *queues, Spec(name="sent", group="twohosts", function="sent_tensors", ranks=2)]
+    sent = Spec(name="sent", group="twohosts", function="sent_tensors", ranks=2, environment=QUEUES)
+    cells.sort(key=lambda each: each.ranks)  # neighbours share processes
+    return [probe, lanes, sent, *cells, *queues]
 
 
 def _speed() -> list[Spec]:
@@ -124,6 +157,9 @@ def _speed() -> list[Spec]:
         Spec(name="mfu bare", group="mfu", function="speed", arguments={"bare": True}, seconds=180),
         *(Spec(name=f"mfu {name}", group="mfu", function="speed", arguments={"layout": layout}, seconds=180)
           for name, layout in arms.items()),
+        *(Spec(name=f"beside megatron{name}", group="mfu", module="tests.gpu.runs", function="beside_megatron",
+               arguments={"layout": layout}, seconds=300)
+          for name, layout in {" zero-3": "", "": "--backend megatron"}.items()),
         Spec(name="profile", group="profile", function="idle_gaps", seconds=180),
         Spec(name="layer", group="layer", function="layer"),
     ]  # fmt: skip
@@ -134,9 +170,9 @@ def _memory() -> list[Spec]:
         Spec(name=f"memory {size} {sync}{' growing' * grows}", group="memory", function="memory",
              arguments={"size": size, "sync": sync},
              environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
+        for grows in (False, True)
         for size in ("0.3B", "1.2B", "3B")
         for sync in ("resident", "streaming")
-        for grows in (False, True)
     ]  # fmt: skip
     return [
         *cells,

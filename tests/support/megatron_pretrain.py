@@ -65,9 +65,11 @@ def forward_step(data_iterator, model):
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
+    from tests.support.parity import on_device
+
     batch: dict = {}
     if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
-        batch = next(data_iterator)
+        batch = on_device(next(data_iterator))
     mask = batch.get("loss_mask")
 
     def loss_func(output):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,17 @@ def lines(out: Path) -> list[dict]:
 def test_cases_have_names_of_their_own_and_functions():
     every = spec.specs()
     assert len({each.name for each in every}) == len(every)
-    source = (Path(spec.__file__).parent / "cases.py").read_text()
-    assert all(f"\ndef {each.function}(" in source for each in every)
+    sources = {each.module: (one.ROOT / f"{each.module.replace('.', '/')}.py").read_text() for each in every}
+    assert all(f"\ndef {each.function}(" in sources[each.module] for each in every)
+
+
+def test_one_case_of_each_kind_comes_first_and_few_processes_are_started():
+    every = spec.specs()
+    assert [each.name for each in every[: len(spec.FIRST)]] == list(spec.FIRST)
+    first = {each.group for each in every[: len(spec.FIRST)]}
+    assert first >= {"env", "smoke", "sync", "doors", "twohosts", "mfu", "layer", "memory"}
+    starts = 1 + sum(one.kind_of(a) != one.kind_of(b) for a, b in itertools.pairwise(every))
+    assert starts <= 14, "each costs a GPU about 20 seconds of imports"
 
 
 def test_a_name_that_is_none_is_refused():
@@ -29,8 +41,10 @@ def test_a_name_that_is_none_is_refused():
 
 def test_a_case_that_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ran: list[str] = []
-    monkeypatch.setattr(one, "run", lambda case, *, dry: ran.append(case.name) or {"ok": case.name != "lanes", "n": 1})
-    monkeypatch.setattr(one, "_prepare_forks", lambda: None)
+    monkeypatch.setattr(
+        one.Runner, "run", lambda self, case: ran.append(case.name) or {"ok": case.name != "lanes", "n": 1}
+    )
+    monkeypatch.setattr(one, "prepare_forks", lambda: None)
     command = ["--dry-run", "probe", "lanes", "--out", str(tmp_path / "out.jsonl")]
     assert (one.main(command), ran) == (1, ["probe", "lanes"])
     assert (one.main(command), ran[2:]) == (1, ["lanes"])
@@ -42,21 +56,57 @@ def test_a_case_that_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest
     assert line["machine"].startswith("no GPU")
 
 
-def test_a_hang_and_a_failure_are_lines_like_others(monkeypatch: pytest.MonkeyPatch):
-    class Process:
-        def __init__(self, code: int | None):
-            self.returncode = code
+def hangs(*, dry: bool) -> dict:
+    time.sleep(100 if os.environ["RANK"] == "1" else 0)
+    return {"ok": True}
 
-        def poll(self) -> int | None:
-            return self.returncode
 
-        def kill(self) -> None:
-            self.returncode = -9
+def dies(*, dry: bool) -> dict:
+    os._exit(3) if os.environ["RANK"] == "1" else time.sleep(100)
 
-        def wait(self) -> int | None:
-            return self.returncode
 
-    hang = [Process(0), Process(None)]
-    assert one._wait(hang, 0.0) == "not done in 0.0 s"  # type: ignore[arg-type]
-    assert hang[1].returncode == -9
-    assert one._wait([Process(None), Process(3)], 9.0) == "rank 1 ended with 3"  # type: ignore[list-item]
+def is_wrong(*, dry: bool) -> dict:
+    """One rank finds it; the other waits for it in a collective."""
+    print("what it says")
+    time.sleep(0 if os.environ["RANK"] == "1" else 100)
+    return {"ok": False, "error": 1.0}
+
+
+def is_right(*, dry: bool) -> dict:
+    return {"ok": True, "process": os.getpid(), "rank": os.environ["RANK"]}
+
+
+def case(function: str, **more: str) -> spec.Spec:
+    return spec.Spec(name=function, group="", function=function, module=__name__, ranks=2, seconds=1, environment=more)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(one, "join_ranks", lambda *, dry: None)
+    monkeypatch.setattr(one, "outcome", lambda spec, *, dry: spec.load()(dry=dry))
+    with one.Runner(dry=True) as runner:
+        yield runner
+
+
+def test_processes_stay_for_the_next_case_of_their_kind(runner: one.Runner):
+    first, second, other = (runner.run(each) for each in (case("is_right"), case("is_right"), case("is_right", A="1")))
+    assert first == second == {"ok": True, "process": first["process"], "rank": "0"}
+    assert other["process"] != first["process"]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("hangs", {"problem": "not done in 4 s"}),
+        ("dies", {"problem": "rank 1 ended with 3"}),
+        ("is_wrong", {"error": 1.0}),
+    ],
+)
+def test_a_hang_and_a_failure_are_lines_like_others(runner: one.Runner, function: str, told: dict):
+    """None waits for the ranks that do not answer; the next case has new ones."""
+    before = runner.run(case("is_right"))["process"]
+    found = runner.run(case(function))
+    said = found.pop("output")
+    assert found == {"ok": False, **told}
+    assert ("what it says" in "".join(said)) == (function == "is_wrong")
+    assert runner.run(case("is_right"))["process"] != before
