@@ -47,7 +47,7 @@ class Hooks:
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self._split = backend if isinstance(backend, SplitBackward) else None
         self._sums = getattr(backend, "sums", None)
-        self.add_weight_grad = pytorch.add_by_autograd if self._split is None else self._split.add_weight_grad
+        self.add_weight_grad = getattr(backend, "add_weight_grad", pytorch.add_by_autograd)
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
         for kind, chunk, microbatch in schedule.actions(rank):

@@ -65,7 +65,7 @@ def check_queues(schedule: Schedule) -> None:
 
 
 _LANES = [(kind, up) for kind in "FB" for up in (True, False)]
-_MAX_CTAS = 4
+_MAX_CTAS = 2
 """Thread blocks of a lane's kernel, which holds as many multiprocessors while it waits; NCCL's default is up to 32."""
 
 

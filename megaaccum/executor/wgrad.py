@@ -83,7 +83,7 @@ class WeightGrads:
             key, grad = id(weight), compute()
             self._uses[key] -= 1
             if self._uses[key] or key in sums:
-                grad = grad.to(weight.grad_dtype or grad.dtype)  # as autograd adds up the uses of a weight
+                grad = grad.to(pytorch.sum_dtype(weight))  # as autograd adds up the uses of a weight
             if key in sums:
                 grad = grad + sums.pop(key)
             if self._uses[key]:

@@ -455,6 +455,10 @@ def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
         == "retried",
         "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
         " out, or train with megaaccum.initialize": step.speculative_step,
+        f"parameters of the model are not on {cpu.device()}, on which this rank computes and weights are broadcast:"
+        " move the chunks there first (chunk.to(device))": any(
+            param.device.type != cpu.device().type for chunk in chunks for param in chunk.parameters()
+        ),
     }
     if problems := [text for text, applies in refused.items() if applies]:
         raise ConfigError(problems)

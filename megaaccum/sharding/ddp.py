@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum.model import names
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
+from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, pytorch
@@ -55,8 +56,8 @@ class DdpBackend(UnshardedBackend):
         self.sums = MicrobatchSums.from_plan(plan, groups)
         # An average over the ranks of experts would be another than that of the rest.
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
+        self._fp32_sums = Fp32Sums(self._compute_params(), chunks)
         for param in self._compute_params():
-            param.grad_dtype = torch.float32  # else what arrives in FP32 (of torch's RMSNorm) would be rounded
             pytorch.on_gradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
@@ -99,7 +100,19 @@ class DdpBackend(UnshardedBackend):
         refuses gradients of another precision than the parameter's, so it is given the masters."""
         assert param.grad is not None
         grad, param.grad = param.grad, None
-        pytorch.add_by_autograd(self._masters[id(param)], grad)
+        self._add_to_master(self._masters[id(param)], grad)
+
+    @staticmethod
+    def _add_to_master(master: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        master.grad_dtype = None if master.grad is not None else torch.float32  # cast what becomes the sum alone
+        pytorch.add_by_autograd(master, grad)
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Add a gradient that a W has computed: autograd would copy one that the parameter is given first."""
+        if (master := self._masters.get(id(weight))) is not None:
+            self._add_to_master(master, grad)
+        else:
+            pytorch.add_by_autograd(weight, grad)
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
@@ -177,6 +190,7 @@ class DdpBackend(UnshardedBackend):
         self._arrived.clear()
         self.sums.clear()
         self._optimizer.zero_grad(set_to_none=True)
+        self._fp32_sums.begin_apart()
 
     def shards(self) -> Iterator[GradShard]:
         """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""

@@ -33,6 +33,7 @@ from megaaccum.sharding.base import (
     whole_frozen_pieces,
 )
 from megaaccum.sharding.cold_experts import ColdExperts
+from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -96,9 +97,14 @@ class DeepSpeedBackend:
         self._kept = ReducedSoFar()
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
-        for param in self.driver.params:
-            if param.dtype != accumulate_in:
-                param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
+        self._accumulate_in = accumulate_in
+        rounded = [param for param in self.driver.params if param.dtype != accumulate_in]
+        for param in rounded:
+            param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
+        self.fp32_sums: Fp32Sums | None = None
+        takes_each = self.sums.in_one_order or plan.config.sharding.cold_expert_offload
+        if rounded and accumulate_in is torch.float32 and not takes_each:
+            self.fp32_sums = Fp32Sums(rounded, chunks)
         if self._hears_each:
             self._listen()
 
@@ -149,6 +155,8 @@ class DeepSpeedBackend:
         self.sums.clear()
         for param in self.driver.params:
             param.grad = None
+        if self.fp32_sums is not None:
+            self.fp32_sums.begin()
 
     def resume_accumulation(self) -> None:
         self._reduce()
@@ -284,7 +292,7 @@ class DeepSpeedBackend:
             self._cold.bring_back(param)
             self.sums.give_back(param)
             if param.grad is None:
-                param.grad = torch.zeros(param.shape, dtype=param.grad_dtype or param.dtype, device=param.device)
+                param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
             self._hand_over(param)
 
 

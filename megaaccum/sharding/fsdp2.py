@@ -79,7 +79,7 @@ class Fsdp2Backend:
                 elif self._splits:
                     pytorch.on_gradient(param, partial(self._keep_for_w, number, held))
         fsdp2.watch(self._roots, self.memory.note)
-        self._weight_grads = [fsdp2.WeightGrads(chunk) for chunk in chunks]
+        self._weight_grads = [fsdp2.WeightGrads(chunk, hooked=self.sums.in_one_order) for chunk in chunks]
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}

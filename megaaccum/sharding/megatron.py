@@ -117,6 +117,14 @@ class MegatronBackend(UnshardedBackend):
             if self._last_flush and self._waiting and self.grad_sync_func is None:
                 self._waiting.popitem()[1].close()
 
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """Add a gradient that a W has computed to Megatron's buffer: autograd would copy it first. Nothing waits for
+        Megatron's own hook on it, because `reduce_chunk` sends the buckets."""
+        if self.sums.in_one_order:
+            pytorch.add_by_autograd(weight, grad)
+        else:
+            weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+
     def reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
         """Start to reduce a chunk whose gradients are all there.
 

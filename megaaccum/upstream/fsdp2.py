@@ -81,11 +81,11 @@ class WeightGrads:
 
     FSDP2 ends a unit's backward when its input's gradient is there, and reduces then. Its hooks do not see a W, so
     their calls after it are made here (torch 2.13; torch.distributed.pipelining makes the same after a stage's last
-    W): `post_backward` of a unit, and `_root_post_backward_final_callback`.
+    W): `post_backward` of a unit, and `_root_post_backward_final_callback`. hooked: hooks look at each gradient.
     """
 
-    def __init__(self, root: Any):
-        self._root, self._units, self._last = root, units(root), _own_units(root)
+    def __init__(self, root: Any, *, hooked: bool):
+        self._root, self._units, self._last, self._hooked = root, units(root), _own_units(root), hooked
         self._left: list[list[Any]] = []
         """Units that are not reduced yet, those of a layer together: the router's W may come before its experts'."""
 
@@ -104,6 +104,9 @@ class WeightGrads:
         unit, param = self._of[id(weight)]
         while self._reduces and unit not in self._last and unit not in self._left[0]:
             self._reduce(self._left.pop(0))
+        if not self._hooked and param.unsharded_accumulated_grad is not None and weight.grad is None:
+            param.unsharded_accumulated_grad.add_(grad)  # autograd would copy `grad` first
+            return
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
         param.accumulate_unsharded_grad_if_needed()
         param.to_accumulated_grad_if_needed()

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -107,6 +108,28 @@ def add_by_autograd(leaf: torch.Tensor, grad: torch.Tensor) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward((leaf,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def sum_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """The precision in which gradients of `param` are added up: that of its gradient where `grad_dtype` allows any."""
+    if param.grad_dtype is None and param.grad is not None:
+        return param.grad.dtype
+    return param.grad_dtype or param.dtype
+
+
+def uses_in_graph(roots: Sequence[torch.Tensor]) -> Counter[int]:
+    """How many functions in the graph of `roots` give each leaf a gradient, by the leaf's id."""
+    found: Counter[int] = Counter()
+    nodes: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if hasattr(node, "variable"):
+                found[id(node.variable)] += 1
+            elif node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return found
 
 
 def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -349,10 +349,10 @@ class Zero3(ZeroDriver):
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad` to `param.grad`, also while the parameter is released: its data has no elements then (DeepSpeed
         0.19), and torch accepts only a gradient of the data's shape, so it is shown one element in the whole shape."""
-        grad = grad.to(param.grad_dtype or param.dtype)
         if param.grad is not None:
             param.grad.add_(grad)
             return
+        grad = grad.to(param.grad_dtype or grad.dtype)
         data = param.data
         param.data = data.new_empty(()).expand(partitioned(param).ds_shape)
         param.grad = grad

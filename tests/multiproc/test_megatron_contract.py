@@ -283,3 +283,13 @@ def test_what_the_loop_does_not_get_is_printed_once_at_start():
 def test_a_step_that_begins_before_the_verdict_is_refused():
     for text in run_ranks(wrapped, 2, "--speculative_step", timeout=60):
         assert "speculative_step: the next step's micro-batches come after this one's verdict" in text
+
+
+def test_a_model_on_another_device_than_the_rank_is_refused():
+    from megaaccum.errors import ConfigError
+    from megaaccum.loop import contract
+
+    plan = Case(1, "").plan()
+    contract._check(plan, [torch.nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="move the chunks there first"):
+        contract._check(plan, [torch.nn.Linear(2, 2, device="meta")])

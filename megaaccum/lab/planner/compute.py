@@ -94,6 +94,12 @@ def weight_seconds(products: Iterable[Gemm], device: Device, element: float) -> 
     return elements * element / device.hbm_bandwidth
 
 
+def addition_seconds(products: Iterable[Gemm], device: Device, element: float) -> Any:
+    """Seconds of the kernels that move `element` bytes of each weight to add its gradient to a sum."""
+    elements = sum(each.n * each.k * each.count for each in products)
+    return elements * element / (device.hbm_bandwidth * device.efficiency.memory)
+
+
 def cast_seconds(products: Iterable[Gemm], device: Device, *, backward: bool) -> Any:
     """Seconds to write the products' inputs (or their outputs' gradients) in 8 bit, as they are and transposed."""
     elements = sum(each.m * (each.n if backward else each.k) * each.count for each in products)

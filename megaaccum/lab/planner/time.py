@@ -62,6 +62,9 @@ class Software:
     """Per element of a gradient that crosses ranks."""
     param_bytes: float = 2.0
     """Per element of a parameter that crosses ranks."""
+    added_bytes: float = 0.0
+    """Per element of a weight and micro-batch: read and written by the kernel that adds a 16-bit gradient to its FP32
+    sum; 0 where the product adds it (gradient_accumulation_fusion)."""
     grads_overlap: bool = True
     """The reduction runs under the last backward."""
     params_overlap: bool = False
@@ -231,7 +234,9 @@ class TimeModel:
         kernels = MOE_KERNELS if moe else 1.0
         forward = self._not_below_host(at, busy + casts[0] + talk, kernels)
         backward = attention_back + BACKWARD_LIGHT * light + moved + casts[1] + talk
-        weight_grad = matmul + compute.weight_seconds(products, device, MAIN_GRAD_BYTES) + 0.0 * forward
+        written = 2.0 if soft.added_bytes else MAIN_GRAD_BYTES
+        weight_grad = matmul + compute.weight_seconds(products, device, written) + 0.0 * forward
+        weight_grad += compute.addition_seconds(products, device, soft.added_bytes)
         input_grad = self._not_below_host(at, matmul + weights + backward + weight_grad, 0.9 * kernels) - weight_grad
         again = np.select(
             [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
@@ -253,9 +258,11 @@ class TimeModel:
         """Output matrix and loss of one micro-batch."""
         model, device = self.model, self.hardware.device
         t, rows = tokens_of(model, at), padded_rows(model, self.vocab_size, at.tp)
-        product = compute.gemm_seconds(Gemm(t, rows / at.tp, model.hidden_size), device)
+        matrix = Gemm(t, rows / at.tp, model.hidden_size)
+        product = compute.gemm_seconds(matrix, device)
+        added = compute.addition_seconds([matrix], device, self.software.added_bytes)
         light = LOSS_BYTES * t * rows / at.tp / (device.hbm_bandwidth * device.efficiency.memory)
-        return Pass(product + light, product + light, product, 0.0 * product)
+        return Pass(product + light, product + light, product + added, 0.0 * product)
 
     # --- communication -----------------------------------------------------------------------------------------
 

@@ -27,6 +27,10 @@ FP8_WEIGHTS = 2.0
 (transformer-engine 2.20: row-wise and column-wise data), kept through a step beside the BF16 weight."""
 
 
+ADDED_BYTES = 10.0
+"""Bytes of a 16-bit gradient, which is read, and of the FP32 sum that it is added to, which is read and written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A configuration whose layout is open, on a number of GPUs of a kind."""
@@ -79,6 +83,7 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
+        fused = self.model.gradient_accumulation_fusion or self.sharding.params_dtype not in ("bf16", "fp16")
         flex = self.model.moe_token_dispatcher_type == "flex"
         return TimeModel(
             model=self.model,
@@ -89,6 +94,7 @@ class Workload:
                 flash=self.layers.fused_attention,
                 precision="fp8" if self.in_fp8 else "16 bit",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
+                added_bytes=0.0 if fused else ADDED_BYTES,
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
                 sharded=self.sharding.backend == "deepspeed",
                 in_runs=self.sharding.reproducible == "layout",

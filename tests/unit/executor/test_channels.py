@@ -1,7 +1,11 @@
 """The order in which stages connect, without ranks."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch.distributed as dist
+
+from megaaccum.executor import p2p
 from megaaccum.executor.p2p import in_turn
 from megaaccum.schedule.build import build
 from megaaccum.schedule.validate import sends
@@ -25,3 +29,13 @@ def test_neighbours_connect_side_by_side(name):
         assert sorted(in_turn(channels[pp])) == sorted(channels[pp])
     assert waits(in_turn(channels[16])) == waits(in_turn(channels[4])) <= 8
     assert waits(sorted(channels[16])) >= 15
+
+
+def test_a_lane_that_waits_holds_two_multiprocessors(monkeypatch):
+    given = {}
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=32))
+    nccl = SimpleNamespace(Options=lambda: options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **keys: given.update(keys))
+    p2p._lane_group([0, 1], True, None)
+    assert given["backend"] == "nccl" and given["pg_options"].config.max_ctas <= 2

@@ -85,7 +85,7 @@ BROKEN: list[Case] = [
         ),
         ["recompute_num_layers 2", "one by one", "recompute_num_layers to 1"],
     ),
-    ("kernels", 1, dict(gradient_accumulation_fusion=True), ["backend is deepspeed", "20 bytes per parameter"]),
+    ("kernels", 1, dict(gradient_accumulation_fusion=True), ["backend is deepspeed", "12 bytes per parameter"]),
     (
         "kernels",
         2,

@@ -229,3 +229,13 @@ def test_a_layout_of_every_schedule_has_a_time() -> None:
     time = time_model().step(from_rows(rows))
     assert (time.total > 0).all()
     assert isinstance(from_rows(rows), Layouts)
+
+
+def test_the_addition_of_a_gradient_takes_its_bytes() -> None:
+    fused, apart = time_model(), replace(time_model(), software=Software(added_bytes=10.0))
+    at, device = from_rows([BASE]), fused.hardware.device
+    grown = apart.passes(at)["dense"].weight_grad - fused.passes(at)["dense"].weight_grad
+    products = [*compute.attention_products(fused.model, at), *compute.mlp_products(fused.model, at, 4 * 4096)]
+    elements = sum(each.n * each.k for each in products)
+    assert grown == pytest.approx(10 * elements / (device.hbm_bandwidth * device.efficiency.memory))
+    assert apart.passes(at)["head"].weight_grad > fused.passes(at)["head"].weight_grad
