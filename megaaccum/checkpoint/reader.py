@@ -115,20 +115,12 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")
     try:
-        metadata = _Restricted(io.BytesIO(content)).load()
-        if type(metadata).__name__ != "Metadata":
-            kind = "dict" if isinstance(metadata, dict) else type(metadata).__name__
-            raise CheckpointError(f"{path} holds a {kind}, not a list of tensors")
+        metadata = listing(content, path)
         storage = _Entries()
         for index, info in metadata.storage_data.items():
             storage[index.fqn] = info
         tensors = metadata.state_dict_metadata.items()
         stored = {key: _stored(what.size.args[0], storage[key]) for key, what in tensors}
-    except _Refused as error:
-        raise CheckpointError(
-            f"{path} names {error}, which no checkpoint of megaaccum holds, and was read no further: it could run "
-            "commands. Take the checkpoint from a source that you trust"
-        ) from None
     except CheckpointError:
         raise
     except Exception as error:  # a pickle that was tampered with can raise anything
@@ -137,6 +129,24 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
         if not each.file or Path(each.file).name != each.file:
             raise CheckpointError(f"{path} names the file {each.file[:200]!r}, which is not in its folder")
     return stored
+
+
+def listing(content: bytes, path: Path, more: Collection[tuple[str, str]] = ()) -> Any:
+    """The list of tensors in the bytes of a `.metadata`, as objects without methods. more: classes, by module and name,
+    that it may hold beside those of our own checkpoints. Raises CheckpointError."""
+    try:
+        metadata = _Restricted(io.BytesIO(content), more).load()
+    except _Refused as error:
+        raise CheckpointError(
+            f"{path} names {error}, which no list of tensors holds, and was read no further: it could run commands."
+            " Take the checkpoint from a source that you trust"
+        ) from None
+    except Exception as error:  # a pickle that was tampered with can raise anything
+        raise CheckpointError(f"{path} is no list of tensors ({_what(error)})") from error
+    if type(metadata).__name__ != "Metadata":
+        kind = "dict" if isinstance(metadata, dict) else type(metadata).__name__
+        raise CheckpointError(f"{path} holds a {kind}, not a list of tensors")
+    return metadata
 
 
 def _stored(size: Any, info: Any) -> StoredTensor:
@@ -178,13 +188,14 @@ class _Restricted(_Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: _Unpickler.dispatch[code] for code in _CODES}
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, more: Collection[tuple[str, str]] = ()):
         super().__init__(file)
+        self._allowed = {*pytorch.CHECKPOINT_METADATA_CLASSES, *more}
         self._classes: dict[tuple[str, str], type[_Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in pytorch.CHECKPOINT_METADATA_CLASSES:
+        if not is_dtype and (module, name) not in self._allowed:
             raise _Refused(f"{module[:80]}.{name[:80]}")
         return self._classes.setdefault((module, name), type(name, (_Inert,), {}))
 

@@ -49,6 +49,14 @@ CHECKPOINT_METADATA_CLASSES = frozenset(
 """(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes. The
 private ones record which tensor lies where."""
 
+CHECKPOINT_PLAN_CLASSES = frozenset(
+    {
+        *((f"{_DCP}.metadata", name) for name in ("BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
+        *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    }
+)
+"""Those that Megatron's checkpoints hold besides: tables of objects, and the plans by which ranks wrote."""
+
 
 def one_gloo_device() -> None:
     """Let all gloo groups of this process share one device, which is one thread that waits for the network.

@@ -249,7 +249,8 @@ class RunConfig:
     load_step: Annotated[int | None, Facts(at_least=0)] = None
     """Resume from the checkpoint of this step, in every start until it is removed; default: the current checkpoint."""
     init_from: Annotated[str | None, Facts(per_host=True)] = None
-    """Folder of a Hugging Face model whose weights the run begins with, if there is no checkpoint to resume from."""
+    """Folder of a Hugging Face model, or of a checkpoint of Megatron's (torch_dist) or DeepSpeed's (ZeRO, universal),
+    whose weights the run begins with, if there is no checkpoint to resume from."""
     exit_on_missing_checkpoint: bool = False
     """End the run if `load` holds no checkpoint, rather than start afresh."""
     save_interval: Annotated[int, Facts(at_least=0)] = 0

@@ -90,7 +90,7 @@ def test_no_class_that_a_list_names_can_be_changed(tmp_path, build):
     ],
 )
 def test_no_other_name_is_looked_up(tmp_path, pickled):
-    with pytest.raises(CheckpointError, match="which no checkpoint of megaaccum holds"):
+    with pytest.raises(CheckpointError, match="which no list of tensors holds"):
         reader(tmp_path, b"\x80\x04" + pickled)
 
 

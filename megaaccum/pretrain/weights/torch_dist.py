@@ -1,0 +1,164 @@
+"""Megatron's `torch_dist` checkpoints: tensors of the whole model, whatever layout wrote them. No code in them runs.
+
+Names of ours and Megatron's differ in three things (megatron-core 0.19): layers of one kind lie in one tensor, one
+after the other, and so do the experts of a layer; a norm before a matrix has the name that Transformer Engine gives it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaaccum.checkpoint.reader import listing
+from megaaccum.errors import CheckpointError
+from megaaccum.platform.files import open_regular
+from megaaccum.upstream import pytorch
+
+LATEST = "latest_checkpointed_iteration.txt"
+_LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+_FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+"""Norms of ours, and their names where they are part of the matrix after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a checkpoint, or with `index` its part under the first indices."""
+
+    key: str
+    index: tuple[int, ...] = ()
+
+
+def places_of(name: str) -> Iterator[Place]:
+    """Yield the places where a parameter of ours may lie, by the kinds of layers that Megatron has."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        yield Place(name)
+        return
+    block, layer, rest = match["block"], int(match["layer"]), match["rest"]
+    inside: tuple[int, ...] = ()
+    if expert := _EXPERT.fullmatch(rest):
+        rest, inside = f"mlp.experts.experts.{expert['rest']}", (int(expert["expert"]),)
+    for each in [rest, *(fused + rest.removeprefix(ours) for ours, fused in _FUSED if rest.startswith(ours))]:
+        yield Place(f"{block}.layers.{layer}.{each}", inside)
+        yield Place(f"{block}.layers.{each}", (layer, *inside))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    offsets: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class TorchDist:
+    """The tensors of a checkpoint's folder, or of the latest one in it. Raises CheckpointError for another kind."""
+
+    def __init__(self, folder: Path):
+        self.folder = _checkpoint_in(folder)
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._read_list(self.folder / ".metadata")
+
+    def find(self, name: str) -> Place | None:
+        """The place of a parameter of ours; None if it has none."""
+        return next((place for place in places_of(name) if place.key in self._sizes), None)
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A parameter of ours, whole; `shape` is that of the run. Raises CheckpointError if a part of it is missing."""
+        place = self.find(name)
+        if place is None:
+            raise CheckpointError(f"{self.folder} has no {name}, under any name that Megatron gives it")
+        depth, size = len(place.index), self._sizes[place.key]
+        if any(at >= most for at, most in zip(place.index, size, strict=False)):
+            raise CheckpointError(f"{place.key} in {self.folder} is {size}: it has no part {place.index}")
+        whole, filled = torch.empty(0), 0
+        for chunk in self._chunks[place.key]:
+            part = self._part(chunk, place, len(size))
+            if part is None:
+                continue
+            whole = whole if filled else torch.empty(size[depth:], dtype=part.dtype)
+            at = [slice(start, start + n) for start, n in zip(chunk.offsets[depth:], part.shape, strict=True)]
+            whole[tuple(at)] = part
+            filled += part.numel()
+        if filled != torch.Size(size[depth:]).numel():
+            raise CheckpointError(f"{place.key} in {self.folder} is not whole: {filled} elements of {size[depth:]}")
+        return whole
+
+    def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Tensors of the model that are none of these parameters."""
+        names = shapes.keys()
+        used = {place.key for name in names if (place := self.find(name)) is not None}
+        others = (key for key in self._sizes.keys() - used if not key.startswith(("optimizer", "rng_state", "chained")))
+        norms = {fused for name in names for fused in (place.key for place in places_of(name))}
+        return sorted(key for key in others if "_extra_state" not in key and key not in norms)
+
+    def _part(self, chunk: _Chunk, place: Place, dims: int) -> torch.Tensor | None:
+        """The elements of a chunk at `place`; None if it has none there. Layers and experts lie one to a chunk."""
+        depth = len(place.index)
+        if chunk.offsets[:depth] != place.index:
+            return None
+        path = self.folder / chunk.file
+        try:
+            with open_regular(path) as file:
+                file.seek(chunk.start)
+                tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # bytes that are cut off or made up can raise anything
+            raise CheckpointError(f"{path} holds no {place.key} ({type(error).__name__}: {error})") from error
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims or set(tensor.shape[:depth]) - {1}:
+            raise CheckpointError(f"{path} does not hold a part of {place.key} of one layer or expert")
+        return tensor.reshape(tensor.shape[depth:])
+
+    def _read_list(self, path: Path) -> None:
+        with open_regular(path) as file:
+            found: Any = listing(file.read(), path, pytorch.CHECKPOINT_PLAN_CLASSES)
+        try:
+            for key, table in found.state_dict_metadata.items():
+                if type(table).__name__ == "TensorStorageMetadata":
+                    self._sizes[key], self._chunks[key] = _numbers(table.size), []
+            for index, info in found.storage_data.items():
+                if index.fqn not in self._sizes:
+                    continue
+                if Path(info.relative_path).name != info.relative_path:
+                    raise ValueError(f"the file {info.relative_path!r} is not in its folder")
+                offsets = _numbers(index.offset)
+                self._chunks[index.fqn].append(_Chunk(offsets, info.relative_path, int(info.offset), int(info.length)))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is no list of tensors ({error})") from error
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in size.args[0])
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a folder is, or names as its latest, a checkpoint that Megatron wrote."""
+    return (folder / LATEST).is_file() or (folder / "metadata.json").is_file()
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    if (folder / LATEST).is_file():
+        text = (folder / LATEST).read_text(encoding="utf-8").strip()
+        folder = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    try:
+        kind: Mapping[str, Any] = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} is no torch_dist checkpoint ({error}): its older formats are not read"
+        ) from error
+    if kind.get("sharded_backend") != "torch_dist":
+        raise CheckpointError(f"{folder} is of the kind {kind.get('sharded_backend')}, but only torch_dist is read")
+    return folder
