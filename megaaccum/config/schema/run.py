@@ -294,6 +294,9 @@ class RunConfig:
     """Write the second flush, as run and as planned, to this file in Chrome's trace format (megaaccum's schedules)."""
     log_interval: Annotated[int, Facts(at_least=1)] = 10
     """Steps between progress lines."""
+    record_interval: Annotated[int, Facts(at_least=1)] = 1
+    """Steps between two lines in log.jsonl. Steps that went wrong, that are saved after, or that are the last before
+    another line are always there."""
     rank_report_interval: Annotated[int, Facts(at_least=0)] = 10
     """Steps between two looks at all ranks: late ones, and bytes and memory that leave the plan; 0 is off."""
     straggler_threshold: Annotated[float, Facts(above=0, needs="rank_report_interval")] = 0.2

@@ -25,6 +25,8 @@ start_up: from the launch of each start to its first step. skipped: steps that l
 steps that a later start took again, as it went on from a checkpoint before them. idle: from the last record of a start
 to the launch of the next, so what a killed start did after its last record too. other: the end of a start, and the
 difference between a rank's two clocks."""
+_OF_STEPS = ("productive", "skipped", "data")
+"""Causes that are `repeated` once a later start takes the steps again."""
 
 
 class Goodput:
@@ -38,7 +40,7 @@ class Goodput:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.num_starts = 0
         self._last: float | None = None
-        # Step, data, rest and whether it was skipped, of each step that a later start among `records` may repeat.
+        # Step and seconds (productive, skipped, data) of each that a later start among `records` may repeat.
         self._steps: array[float] | None = array("d")
         for number, record in enumerate(records):
             if number == 0 and TOTALS in record:
@@ -79,21 +81,24 @@ class Goodput:
         self.seconds["start_up"] += record["time"] - launched
         self.num_starts += 1
         while self._steps and self._steps[-4] > record["step"]:
-            skipped, rest, data, _ = (self._steps.pop() for _ in range(4))
-            self.seconds["data"] -= data
-            self.seconds["skipped" if skipped else "productive"] -= rest
-            self.seconds["repeated"] += data + rest
+            for cause in _OF_STEPS:
+                spent = self._steps.pop()
+                self.seconds[cause] -= spent
+                self.seconds["repeated"] += spent
+            self._steps.pop()
 
     def _since_the_last(self, record: Record) -> None:
         elapsed = 0.0 if self._last is None else record["time"] - self._last
         spent = {cause: record.get(f"seconds_{cause}", 0.0) for cause in BETWEEN_STEPS}
-        if record["kind"] == "train":
-            data, skipped = record.get("seconds_data", 0.0), bool(record.get("skipped"))
+        if TOTALS in record:  # of steps that have no record too
+            spent = {cause: record[TOTALS][cause] - self.seconds[cause] for cause in CAUSES}
+        elif record["kind"] == "train":
+            data = record.get("seconds_data", 0.0)
             rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - data
-            if self._steps is not None:
-                self._steps.extend((record["step"], data, rest, skipped))
-            spent |= {"data": data, "skipped" if skipped else "productive": rest}
-        spent["other"] = elapsed - sum(spent.values())
+            spent |= {"data": data, "skipped" if record.get("skipped") else "productive": rest}
+        if record["kind"] == "train" and self._steps is not None:
+            self._steps.extend((record["step"], *(spent.get(cause, 0.0) for cause in reversed(_OF_STEPS))))
+        spent["other"] = elapsed - sum(seconds for cause, seconds in spent.items() if cause != "other")
         for cause, seconds in spent.items():
             self.seconds[cause] += seconds
 

@@ -76,6 +76,7 @@ class RunLog:
             sequences_per_step=plan.batch.global_batch_size,
         )
         self._first_step, self._last_seen = start_step + 1, start_step
+        self._unwritten: Record | None = None
         self._last_step = last_step(run, start_step)
         self._progress = Progress(
             self._speed, start_step=start_step, last_step=self._last_step, total_steps=run.train_iters, clock=clock
@@ -200,10 +201,15 @@ class RunLog:
         try:
             if record["kind"] == "train":
                 record["goodput"] = self._goodput.share
-                if record["step"] % TOTALS_EVERY == 0:
+                if record["step"] % TOTALS_EVERY == 0 or self._plan.config.run.record_interval > 1:
                     record[TOTALS] = self._goodput.totals()
                 self._receipt.step(record, self._goodput)
-            self._journal.append(record)
+                self._unwritten = record
+            if self._unwritten is not None and (record["kind"] != "train" or self._is_recorded(record)):
+                self._journal.append(self._unwritten)
+                self._unwritten = None
+            if record["kind"] != "train":
+                self._journal.append(record)
         except MegaaccumError as error:
             self.problem = self.problem or error
             raise
@@ -222,6 +228,13 @@ class RunLog:
     def _is_due(self, step: int) -> bool:
         interval = self._plan.config.run.log_interval
         return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
+
+    def _is_recorded(self, record: Record) -> bool:
+        """Whether a step has a line in the journal whatever comes after it."""
+        run, step = self._plan.config.run, record["step"]
+        is_due = step == self._first_step or step % run.record_interval == 0
+        is_saved = run.save_interval > 0 and step % run.save_interval == 0
+        return is_due or is_saved or bool(record.get("note"))
 
     def _is_shown(self, record: Record) -> bool:
         """Whether the picture and the summary need a record: of a long run not every step."""

@@ -211,6 +211,31 @@ def test_a_journal_without_totals_is_read_whole(tmp_path, monkeypatch):
     assert resumed._goodput.seconds == pytest.approx(Goodput(journal.lines(tmp_path / "log.jsonl")).seconds)
 
 
+def test_a_thinned_journal_holds_what_is_looked_for_and_the_goodput_of_every_step(tmp_path):
+    """Beside every tenth step the first and last of a start, saved ones, the one before an evaluation, a bad one."""
+    goodputs = []
+    for interval in (1, 10):
+        folder, clock = tmp_path / str(interval), Clock()
+        keys = dict(train_iters=60, record_interval=interval, save_interval=25, clock=clock)
+        for start, end in ((0, 47), (25, 60)):
+            log = opened(folder, start_step=start, **keys)
+            for number in range(start + 1, end + 1):
+                clock.now += 2.0
+                bad = dict(skipped=True, note="not finite") if number == 33 else {}
+                log.step(step(number, seconds_forward_backward=1.5, seconds_data=0.25, **bad))
+                if number == 44:
+                    log.evaluation({"step": 44, "loss": 3.0})
+            log.close()
+        steps = [each["step"] for each in lines(folder) if each["kind"] == "train"]
+        resumed = opened(folder, start_step=25, **keys)
+        whole = Goodput(journal.lines(folder / "log.jsonl"))
+        assert resumed._goodput.seconds == pytest.approx(whole.seconds)
+        goodputs.append(whole.seconds)
+    assert steps == [1, 10, 20, 25, 30, 33, 40, 44, 47, 26, 30, 33, 40, 44, 50, 60]
+    assert goodputs[1] == pytest.approx(goodputs[0])
+    assert goodputs[0]["repeated"] == 1.75 * (22 + 35)
+
+
 def test_the_picture_of_a_long_run_has_points_enough(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("megaaccum.pretrain.metrics.log.MOST_POINTS", 100)
     drawn = []
