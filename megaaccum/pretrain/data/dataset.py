@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from megaaccum.pretrain.data.sources import (
     resolve_prefix,
 )
 from megaaccum.pretrain.data.tokenizer import Vocabulary
+from megaaccum.texts import regular_file
 
 _TRAIN, _VALID = 0, 1
 
@@ -392,12 +394,27 @@ def _megatron_dataset(
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+    _check_orders(cache)
     sizes = [num_samples if i == part else 0 for i in range(3)]
     with _no_process_group():
         kind, config = _megatron_config(request, cache, part, num_samples)
         config.random_seed = config.random_seed if seed is None else seed
         built: SampleDataset = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()[part]
         return built
+
+
+def _check_orders(cache: Path) -> None:
+    """Raise DataError for an order that is no array of whole numbers. Megatron would unpickle one of objects."""
+    for path in cache.glob("*.npy"):
+        try:
+            os.close(regular_file(path))
+            order = np.load(path, mmap_mode="r", allow_pickle=False)
+            if order.dtype.kind not in "iu":
+                raise ValueError(f"it holds {order.dtype}, not whole numbers")
+        except Exception as error:  # numpy reads the header as a Python literal
+            raise DataError(
+                f"the order of samples {path} is damaged ({error}): delete {cache}, and start again"
+            ) from None
 
 
 def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> tuple[Any, Any]:

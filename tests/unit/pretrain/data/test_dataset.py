@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections import Counter
@@ -145,6 +146,38 @@ def test_an_interrupted_build_of_orders_leaves_none(tmp_path, corpus, monkeypatc
     assert not list((tmp_path / "run").rglob("*.npy"))
     monkeypatch.setattr(np, "save", real_save)
     assert len(build_datasets(plan_over(tmp_path, corpus)).train) >= 40
+
+
+class Planted:
+    """What runs if somebody unpickles it."""
+
+    def __init__(self, at: Path):
+        self.at = at
+
+    def __reduce__(self):
+        return (Path.touch, (self.at,))
+
+
+def test_an_order_that_somebody_planted_is_not_unpickled_or_waited_for(tmp_path, corpus):
+    plan = plan_over(tmp_path, corpus)
+    build_datasets(plan)
+    order = next((tmp_path / "run").rglob("*shuffle_index.npy"))
+    whole = order.read_bytes()
+
+    def plant(make) -> None:
+        order.unlink()
+        make()
+        with pytest.raises(DataError, match=r"the order of samples .* is damaged \(.*\): delete .*, and start again"):
+            build_datasets(plan)
+
+    plant(lambda: np.save(order, np.array([Planted(tmp_path / "ran")]), allow_pickle=True))
+    plant(lambda: np.save(order, np.ones(80)))
+    plant(lambda: os.mkfifo(order))
+    plant(lambda: order.symlink_to("/dev/zero"))
+    plant(lambda: order.write_bytes(whole[:100]))
+    plant(lambda: order.write_bytes(whole[:10] + b"(" * 50 + whole[60:]))
+    plant(lambda: order.write_bytes(whole[:200]))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_weights_of_a_blend(tmp_path):
