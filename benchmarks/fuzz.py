@@ -6,8 +6,8 @@ Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, 
 dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
 or not; stages of one's own, also in a V; precision; architecture, latent attention, experts, multi-token prediction,
 recompute, frozen parts; masks of unequal length, micro-batches of unequal length, batch warm-up, speculative steps,
-ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, or left
-out), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
+ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, left out, or
+set to 0), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
 
 What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. In 16 bits every
 token goes to all experts, since rounding would change which it goes to.
@@ -114,12 +114,24 @@ def is_legal(cell: Cell) -> bool:
     ramps = len(set(fuzz_cell.counts(cell))) > 1
     if ramps != ("batch_warmup_steps" in cell.policies):
         return False
-    if ramps and cell.resume is not None:
+    if (ramps and cell.resume is not None) or not _can_be_zeroed(cell, plans[0]):
         return False
     if cell.lengths and "moe_aux_loss_coeff" in cell.model:
         return False  # a mean over micro-batches, and over calls by weights that lengths change
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
     return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
+
+
+def _can_be_zeroed(cell: Cell, plan: Plan) -> bool:
+    """Whether one process knows what a rank's own gradient is, in which `nonfinite: zero` sets elements to 0. Of a row
+    of the word table, or of a router, that is a matter of which tokens the rank has."""
+    if cell.policies.get("nonfinite") != "zero":
+        return True
+    layout, sharding = plan.layout, plan.config.sharding
+    tokens_are_cut = layout.cp > 1 or (layout.tp > 1 and "num_experts" in cell.model)
+    has_copies = layout.pp > 1 or sharding.reproducible == "layout"
+    sums_overlap = sharding.backend == "fsdp2" and sharding.sync == "streaming" and layout.splits_backward
+    return not tokens_are_cut and not (has_copies and "mtp_num_layers" in cell.model) and not sums_overlap
 
 
 def _can_be_called(plan: Plan, calls: int) -> bool:
@@ -134,7 +146,7 @@ def _draw(chance: random.Random) -> Cell:
     world_size = chance.choice((1, 2, 2, 4, 4, 4, 4))
     lane = chance.choice(("fp64", "fp64", "fp64", "fp32", "fp32", "fp32", "bf16", "fp16"))
     microbatches = chance.choice((8, 8, 8, 16))
-    nonfinite = chance.choice(("skip", "drop_microbatch")) if chance.random() < 0.25 else None
+    nonfinite = chance.choice(("skip", "drop_microbatch", "zero", "zero")) if chance.random() < 0.25 else None
     model = _draw_model(chance, lane, experts=chance.random() < 0.5, latent=chance.random() < 0.2)
     tp = chance.choice((1, 1, 1, 2))
     layout = _draw_layout(chance, world_size, tp, lane, microbatches, model)

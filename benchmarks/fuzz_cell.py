@@ -354,10 +354,29 @@ class _Loop:
         _freeze(cell, names.named_parameters([chunk]))
         self.scale = LOSS_SCALE if lane == "fp16" else 1.0
         means = self.plan.batch.loss_norm != "token"
+        self._head = self._head_apart(chunk)
+        self._is_bad = False
+        chunk.register_forward_hook(self._spoil)
         self.loop = PlainLoop(
             chunk, lambda batch: gpt_loss(chunk, batch, means=means), means=means,
             optimizer=lambda named: adamw(named, self.plan),
         )  # fmt: skip
+
+    def _head_apart(self, chunk: Any) -> torch.nn.Parameter | None:
+        """The weight of a tied head, with a gradient of its own, if the layout has a copy of it: there, `nonfinite:
+        zero` sees what the head adds to the gradient apart from what the embedding does."""
+        layout = self.cell.layout
+        copies = "pipeline_model_parallel_size" in layout or layout.get("reproducible") == "layout"
+        if not copies or not chunk.share_embeddings_and_output_weights:
+            return None
+        head = torch.nn.Parameter(chunk.embedding.word_embeddings.weight.detach())
+        head.requires_grad_(chunk.embedding.word_embeddings.weight.requires_grad)
+        chunk.shared_embedding_or_output_weight = lambda: head
+        return head
+
+    def _spoil(self, _chunk: Any, _args: Any, output: torch.Tensor) -> None:
+        if self._is_bad and output.requires_grad:
+            output.register_hook(lambda grad: grad * float("nan"))
 
     def take(self, step: int) -> Step:
         dp = self._dp(step)
@@ -367,13 +386,15 @@ class _Loop:
             return Step(float("nan"), 0.0, 0, True)
         present = sorted(index for mine in indices(self.cell, step, dp) for index in mine)
         bad = any(is_bad(self.cell, step, index) for index in present)
-        drops = self.cell.policies.get("nonfinite") == "drop_microbatch"
-        left = [index for index in present if not is_bad(self.cell, step, index)] if drops else present
-        batches = [microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left]
-        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
-        if tokens == 0 or (bad and not drops):
+        policy = self.cell.policies.get("nonfinite")
+        left = [index for index in present if not (policy == "drop_microbatch" and is_bad(self.cell, step, index))]
+        batches = {
+            index: microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left
+        }
+        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches.values()))
+        if tokens == 0 or (bad and policy == "skip"):
             return Step(0.0, 0.0, tokens, True)
-        return self._update(batches, tokens)
+        return self._update(step, batches, tokens)
 
     def _dp(self, step: int) -> int:
         """Data-parallel ranks of the layout that takes `step`."""
@@ -381,23 +402,56 @@ class _Loop:
         layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
         return cell.world_size // ranks_of_a_model(layout)
 
-    def _update(self, batches: list[dict[str, torch.Tensor]], tokens: int) -> Step:
+    def _update(self, step: int, batches: dict[int, dict[str, torch.Tensor]], tokens: int) -> Step:
         """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
         from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
 
         by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
         grads: Gradients = {}
+        by_sum: dict[tuple[Any, ...], Gradients] = {}
         loss = 0.0
         self.loop.forget_tokens()
-        for batch in batches:
+        for index, batch in batches.items():
             share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
+            self._is_bad = is_bad(self.cell, step, index)
             value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
             loss += value
-            add(grads, part)
+            for which, each in (("", part), ("head", self._part_of_head())):
+                for name, grad in each.items():
+                    add(by_sum.setdefault((which, *self._own_sum(step, index, name)), {}), {name: grad})
+        self._is_bad = False
+        for part in by_sum.values():
+            add(grads, {name: grad.nan_to_num(nan=0.0) for name, grad in part.items()})
         norm = norm_of(grads)
+        if norm == 0:
+            return Step(0.0, 0.0, tokens, True)
         factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
         self.loop.update({name: grad * factor for name, grad in grads.items()})
         return Step(loss, norm, tokens, False)
+
+    def _part_of_head(self) -> dict[str, torch.Tensor]:
+        """The gradient that a micro-batch has brought to a head apart."""
+        if self._head is None or self._head.grad is None:
+            return {}
+        name = "embedding.word_embeddings.weight"
+        grad, self._head.grad = self._head.grad.to(self.loop.masters[name].dtype) / self.scale, None
+        return {name: grad}
+
+    def _own_sum(self, step: int, index: int, name: str) -> tuple[int, ...]:
+        """What names the sum in which the gradient of micro-batch `index` crosses ranks: that of a rank's micro-batches
+        (fsdp2: of a call's), with streaming that of one, and of an expert that of all who send it tokens. Elements that
+        are not finite in it are 0 (`nonfinite: zero`). Empty where no step has such elements."""
+        cell = self.cell
+        if cell.policies.get("nonfinite") != "zero":
+            return ()
+        dp = self._dp(step)
+        position, rank = index // dp, index % dp
+        if ".experts." in name:
+            rank //= int(cell.layout.get("expert_model_parallel_size", 1))
+        if cell.layout.get("sync") == "streaming":
+            return rank, position
+        per_rank = counts(cell)[step] // dp
+        return (rank, position * cell.calls // per_rank) if cell.layout["backend"] == "fsdp2" else (rank,)
 
     def evaluate(self) -> float:
         batches = [microbatch(self.cell, STEPS, index, hollow=False) for index in range(self.cell.microbatches)]

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import os
 import random
@@ -33,10 +32,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+
+from benchmarks import mutations
 
 SECONDS, MEMORY = 10.0, 2 << 30
 WALL = 60.0
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def _command(*words: str) -> Read:
-    """A command of megaaccum; FILE among its words is the input, LINES are the input's lines."""
+    """A command of megaaccum; FILE among its words is the input, FOLDER its folder, LINES are the input's lines."""
 
     def read(path: Path) -> int:
         from megaaccum import cli
@@ -79,7 +79,8 @@ def _command(*words: str) -> Read:
         argv: list[str] = []
         for word in words:
             lines = os.fsdecode(path.read_bytes()).replace("\0", "").split("\n") if word == "LINES" else [word]
-            argv += [line.replace("FILE", str(path)) if word != "LINES" else line for line in lines]
+            files = {"FILE": str(path), "FOLDER": str(path.parent)}
+            argv += [files.get(line, line) if word != "LINES" else line for line in lines]
         return cli.main(argv)
 
     return read
@@ -137,6 +138,25 @@ def _tokenizer(kind: str | None) -> Read:
     return read
 
 
+def _weights(path: Path) -> None:
+    from megaaccum.pretrain.weights.safetensors_folder import Weights
+
+    Weights(path.parent).altered()
+
+
+def _lock(path: Path) -> None:
+    from megaaccum.pretrain.launch.lock import claim
+
+    with contextlib.suppress(OSError):  # a start makes a message of it
+        claim(path.parent)
+
+
+def _sample_order(path: Path) -> None:
+    from megaaccum.pretrain.data.dataset import check_orders
+
+    check_orders(path.parent)
+
+
 def _records(path: Path) -> None:
     from megaaccum.pretrain.interop import jail
 
@@ -183,6 +203,12 @@ KINDS = (
     Kind("tiktoken", "tiktoken.json", _tokenizer("TikTokenizer")),
     Kind("documents", "texts.jsonl", _documents),
     Kind("records", "records.tar", _records, is_file=False),
+    Kind("config.json", "model/config.json", _command("config", "--from-hf", "FOLDER")),
+    Kind("index of weights", "model/model.safetensors.index.json", _weights),
+    Kind("weights", "model/a.safetensors", _weights),
+    Kind("digests of weights", "model/tensors.sha256", _weights),
+    Kind("lock", "locked/.megaaccum.lock", _lock),
+    Kind("order of samples", "orders/x-GPTDataset-train-shuffle_index.npy", _sample_order),
 )  # fmt: skip
 
 
@@ -240,113 +266,36 @@ def _make_good(folder: Path) -> None:
         step=3, consumed_samples=48, lr_schedule={"num_steps": 3}, data={"spans": []}, shape={"layers": 4},
     ))  # fmt: skip
     make_run(folder / "run")
+    _make_model(folder / "model")
+    for name in ("locked", "orders"):
+        (folder / name).mkdir()
+    (folder / "locked" / ".megaaccum.lock").write_text(json.dumps({"host": "x", "pid": "7", "start": "now", "job": ""}))
+    np.save(folder / "orders" / "x-GPTDataset-train-shuffle_index.npy", np.arange(80, dtype=np.uint32))
     with tarfile.open(folder / "records.tar", "w") as archive:
         archive.add(folder / "hosts", arcname="megaaccum/records/1")
 
 
-# --- mutations ------------------------------------------------------------------------------------------------------
+def _make_model(folder: Path) -> None:
+    """A model's folder in Hugging Face's format, of two files of weights and with digests."""
+    import torch
+    from safetensors.torch import save_file
 
-NUMBERS = (
-    "0", "-1", "1e400", "-1e400", ".nan", "NaN", "Infinity", "9" * 18, "9" * 400, "9" * 5000, "1e-320", "4294967296",
-    "9223372036854775808", "0x7fffffff", "1_0", "3.5", "1e18", "''", "null", "true", "1e300",
-)  # fmt: skip
-TEXTS = (
-    "\x1b[31m", "\x1b]0;title\x07", "\\e[2J", '"\\x1b[1m"', "\u202egpj", "\0", "\ufeff", "x" * 100_000, "[" * 5000,
-    "{" * 5000, "[" * 5000 + "]" * 5000, '{"a":' * 5000 + "1" + "}" * 5000, "- " * 3000, "? ", "&a [*a, *a]", "*a",
-    "<<: *a", "2024-13-45", "!!python/object/apply:os.system [id]", "!!binary x", "!!timestamp 2024-99-99", "%s%n",
-    "../../../etc/passwd", "/dev/zero", "/dev/stdin", "-", "--", "--help", "'", '"', "\\", "\n", "\r", "#", ",", ":",
-    "{a: [1, {b: 2}]}", "<script>", "$(id)", "\u2028", "\ud83d", "${HOME}", "[[[]]]", "1F0,", "0F99999999", "0B0;",
-)  # fmt: skip
-MANY = (
-    "".join(f"key_{i}: {i}\n" for i in range(30_000)),
-    json.dumps({f"key_{i}": i for i in range(30_000)}),
-    "\n".join(f"--flag-{i}\n{i}" for i in range(30_000)),
-    "a: &a [x, x, x, x, x, x, x, x, x]\n"
-    + "".join(f"{b}: &{b} [{', '.join(f'*{a}' for _ in range(9))}]\n" for a, b in itertools.pairwise("abcdefghijk")),
-    "\n".join(f"host-{i} slots=8" for i in range(30_000)),
-    "\n" * 1_000_000,
-)
-"""Whole files."""
+    from tests.support.huggingface import MODELS
+
+    folder.mkdir()
+    keys = MODELS["llama"][1] | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
+    (folder / "config.json").write_text(json.dumps(keys))
+    digests = []
+    for file, name in (("a.safetensors", "a"), ("b.safetensors", "b")):
+        tensor = torch.arange(6.0).view(2, 3)
+        save_file({name: tensor}, folder / file)
+        digests.append(f"{hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}  {file}  {name}\n")
+    (folder / "tensors.sha256").write_text("".join(digests))
+    listed = {"metadata": {"total_size": 48}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
 
 
-def mutate(content: bytes, draw: random.Random) -> bytes:
-    """One to four mutations of a file's content."""
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        content = draw.choice(_MUTATIONS)(content, draw)
-    return content
-
-
-def _token(draw: random.Random) -> bytes:
-    return draw.choice(NUMBERS + TEXTS).encode("utf-8", "surrogatepass")
-
-
-def _number(content: bytes, draw: random.Random) -> bytes:
-    found = list(re.finditer(rb"[0-9][0-9.eE+-]*", content))
-    if not found:
-        return content
-    at = draw.choice(found)
-    return content[: at.start()] + draw.choice(NUMBERS).encode() + content[at.end() :]
-
-
-def _word(content: bytes, draw: random.Random) -> bytes:
-    found = list(re.finditer(rb"[A-Za-z_]+", content))
-    if not found:
-        return content
-    at = draw.choice(found)
-    return content[: at.start()] + _token(draw) + content[at.end() :]
-
-
-def _value(content: bytes, draw: random.Random) -> bytes:
-    """A value anywhere in a JSON text is of another type, or gone."""
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError):
-        return _number(content, draw)
-    spots: list[tuple[Any, Any]] = []
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else [])
-        spots += [(node, key) for key, _ in items]
-        waiting += [each for _, each in items]
-    if not spots:
-        return content
-    node, key = draw.choice(spots)
-    if draw.random() < 0.2:
-        del node[key]
-    else:
-        others: list[Any] = [
-            None, True, -1, 0, 1.5, 10**18, 10**400, 1e308, "", "x", "\x1b[31m", [], {}, [[]], {"a": 1}, [None],
-            float("nan"), "9" * 50, "a" * 10_000,
-        ]  # fmt: skip
-        node[key] = draw.choice(others)
-    return json.dumps(tree).encode()
-
-
-def _lines(content: bytes, draw: random.Random) -> bytes:
-    lines = content.splitlines(keepends=True) or [b""]
-    at, other = draw.randrange(len(lines)), draw.randrange(len(lines))
-    change = draw.randrange(4)
-    if change == 0:
-        lines[at], lines[other] = lines[other], lines[at]
-    elif change == 1:
-        lines.insert(at, lines[other])
-    elif change == 2:
-        del lines[at]
-    else:
-        lines.insert(at, _token(draw) + b"\n")
-    return b"".join(lines)
-
-
-_MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _number, _number, _word, _value, _value, _lines,
-    lambda content, draw: content[: draw.randrange(len(content) + 1)],
-    lambda content, draw: bytes(b ^ (1 << draw.randrange(8)) if draw.random() < 0.01 else b for b in content[:100_000]),
-    lambda content, draw: (lambda at: content[:at] + _token(draw) + content[at:])(draw.randrange(len(content) + 1)),
-    lambda content, draw: (lambda at: content[:at] + draw.randbytes(8) + content[at + 8 :])(
-        draw.randrange(len(content) + 1)
-    ),
-)  # fmt: skip
+# --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -360,7 +309,9 @@ def _write_input(path: Path, content: bytes, draw: random.Random, kind: Kind) ->
     """Put a mutated input, or rarely another thing than a file, at `path`."""
     path.unlink()
     if kind.name == "numbers":
-        path.write_text("\n".join(f"--{draw.choice(_numeric_keys())}={draw.choice(NUMBERS)}" for _ in range(2)))
+        path.write_text(
+            "\n".join(f"--{draw.choice(_numeric_keys())}={draw.choice(mutations.NUMBERS)}" for _ in range(2))
+        )
         return
     other = draw.random() if kind.is_file else draw.uniform(0.03, 1)
     if other < 0.01:
@@ -370,11 +321,11 @@ def _write_input(path: Path, content: bytes, draw: random.Random, kind: Kind) ->
     elif other < 0.03:
         path.mkdir()
     elif other < 0.06:
-        path.write_text(draw.choice(MANY))
+        path.write_text(draw.choice(mutations.MANY))
     elif other < 0.08:
-        path.write_bytes(_token(draw))
+        path.write_bytes(mutations.token(draw))
     else:
-        path.write_bytes(mutate(content, draw))
+        path.write_bytes(mutations.mutate(content, draw))
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ def _megatron_dataset(
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-    _check_orders(cache)
+    check_orders(cache)
     sizes = [num_samples if i == part else 0 for i in range(3)]
     with _no_process_group():
         kind, config = _megatron_config(request, cache, part, num_samples)
@@ -403,7 +403,7 @@ def _megatron_dataset(
         return built
 
 
-def _check_orders(cache: Path) -> None:
+def check_orders(cache: Path) -> None:
     """Raise DataError for an order that is no array of whole numbers. Megatron would unpickle one of objects."""
     for path in cache.glob("*.npy"):
         try:

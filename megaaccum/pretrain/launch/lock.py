@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from megaaccum.texts import parse_json
+
 LOCK = ".megaaccum.lock"
 """The file in a run's folder that its owner holds locked, with the owner in it."""
 WAIT_SECONDS = 5.0
@@ -66,7 +68,7 @@ def _is_taken(handle: int) -> bool:
 def _owner(handle: int) -> dict[str, str]:
     """The owner in a lock's file; empty after a release."""
     try:
-        owner = json.loads(os.pread(handle, 4096, 0))
+        owner = parse_json(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}

@@ -6,7 +6,6 @@ takes its keys out of config.json and gives ours, and one that gives theirs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.weights.rows import Sizes, families
+from megaaccum.texts import parse_json, read_text
 
 Keys = dict[str, Any]
 
@@ -54,7 +54,7 @@ def read_json(folder: Path) -> Keys:
 def read_object(path: Path) -> Keys:
     """The object in a JSON file. Raises ConfigError if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}: give the folder of a model") from None
     except ValueError as error:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import sync
+from megaaccum.texts import parse_json, read_text
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """The dtypes of weights, by their names in a safetensors file."""
@@ -86,12 +87,14 @@ class Weights:
     def altered(self) -> list[str]:
         """Texts on tensors whose bytes are not those that an export wrote; none if the folder has no digests."""
         try:
-            lines = (self.folder / DIGESTS).read_text(encoding="utf-8").splitlines()
-        except OSError:
+            lines = read_text(self.folder / DIGESTS).splitlines()
+        except FileNotFoundError:
             return []
+        except (OSError, ValueError) as error:
+            return [f"{self.folder / DIGESTS} cannot be read: {error}"]
         texts = []
         for line in lines:
-            digest, file, name = line.split(maxsplit=2)
+            digest, file, name = (*line.split(maxsplit=2), "", "", "")[:3]
             if self.files.get(name) != self.folder / file:
                 texts.append(f"{name} is missing in {self.folder / file}")
             elif self.digest(name) != digest:
@@ -110,7 +113,7 @@ def _index(folder: Path) -> Mapping[str, str]:
             )
         return {}
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        listed = parse_json(read_text(path))["weight_map"]
         if not listed or any(Path(file).name != file for file in listed.values()):
             raise ValueError("it names files that are not in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -113,7 +113,7 @@ def test_an_owner_on_another_host_is_named_unless_it_was_the_same_job(tmp_path, 
     assert lock.claim(tmp_path) == ""
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\0" * 100, '"x"'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0" * 100, '"x"', "[" * 4096])
 def test_a_released_or_damaged_lock_is_free(tmp_path, content):
     (tmp_path / lock.LOCK).write_text(content)
     assert lock.claim(tmp_path) == ""
