@@ -21,7 +21,17 @@ def test_a_dozen_cells():
     assert [f"{cell}: {problems}" for cell, problems in zip(cells, found, strict=True) if problems] == []
 
 
+def with_an_empty_stage(lane: str, **keys: str) -> Cell:
+    """A cell whose second rank begins with a stage that has no parameter."""
+    layout = {"pipeline_model_parallel_size": 2, "schedule": "zbv", "pipeline_model_parallel_layout": "Et||tt|tL"}
+    return Cell(world_size=2, lane=lane, model={"num_layers": 4}, layout=layout | {"pp_microbatches": 8} | keys)
+
+
 FOUND = [
+    with_an_empty_stage("fp32", backend="deepspeed", sync="streaming"),
+    with_an_empty_stage("bf16", backend="deepspeed", sync="resident"),
+    with_an_empty_stage("fp64", backend="fsdp2", sync="streaming"),
+    with_an_empty_stage("bf16", backend="fsdp2", sync="resident"),
     Cell(  # what a second call of the step without its bad micro-batch began with
         world_size=2,
         model={"num_layers": 2},

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
@@ -88,12 +89,12 @@ def keys_from(content: Keys) -> Keys:
     for name, value in facts["theirs"].items():
         if (here := left.pop(name, value)) != value:
             problems.append(f"config.json: {name} is {here!r}, but only {value!r} is computed here.")
-    for part in facts["parts"]:
-        try:
-            found |= _PARTS[part][0](left, found)
-        except ConfigError as error:
-            problems += [f"config.json: {text}" for text in error.problems]
-    if set(left.pop("layer_types", None) or ()) - {"full_attention"}:
+    if not (wrong := _wrong_values(found)):  # parts compute with these, and count up to the layers
+        problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
+        wrong = _wrong_values(found)
+    problems += wrong
+    layers = left.pop("layer_types", None) or []
+    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
         problems.append("config.json: layer_types has other kinds than full_attention; no key here sets them by layer.")
     ignored = set(families()["ignored"].split())
     for name, value in left.items():
@@ -102,6 +103,33 @@ def keys_from(content: Keys) -> Keys:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _add_part(part: str, left: Keys, found: Keys) -> list[str]:
+    """Move the keys of a part from `left` into `found`. Returns the problems with them."""
+    try:
+        found |= _PARTS[part][0](left, found)
+    except ConfigError as error:
+        return [f"config.json: {text}" for text in error.problems]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return [f"config.json: {part}: a value is missing or of another kind ({error!r})."]
+    return []
+
+
+def _wrong_values(found: Keys) -> list[str]:
+    """Problems with values that are of another kind than their key, or beyond its limit."""
+    problems = []
+    for name in sorted(found.keys() & all_keys().keys()):
+        value, key = found[name], all_keys()[name]
+        try:
+            value is None or coerce(value, key.annotation)
+        except NotOfType as error:
+            problems.append(f"config.json: {name} is made of {value!r}, but must be {error}.")
+            continue
+        most = key.facts.at_most
+        if most is not None and isinstance(value, int | float) and value > most:
+            problems.append(f"config.json: {name} is {value}, but must be at most {most:g}.")
+    return problems
 
 
 def json_from(config: Config, family: str, vocab_size: int) -> Keys:

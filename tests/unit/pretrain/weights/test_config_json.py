@@ -97,6 +97,31 @@ def test_a_missing_key_is_named():
         config_json.keys_from(content)
 
 
+@pytest.mark.parametrize("bad", ["x", [[]], {"a": 1}, None, 10**400, True], ids=lambda value: repr(value)[:10])
+def test_a_value_of_another_kind_is_a_problem(family, bad):
+    content = content_of(family)
+    for name in content.keys() - {"model_type"}:
+        try:
+            config_json.keys_from(content | {name: bad})
+        except ConfigError as error:
+            assert len(str(error)) < 5000
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope: a value is missing or of another kind"),
+        ({"hidden_size": "x"}, "hidden_size is made of 'x', but must be"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, but must be at most"),
+        ({"layer_types": 3}, "layer_types has other kinds"),
+    ],
+)
+def test_what_a_value_has_to_be_is_told(changed, told):
+    with pytest.raises(ConfigError) as caught:
+        config_json.keys_from(content_of("llama") | changed)
+    assert [text for text in caught.value.problems if text.startswith(f"config.json: {told}")]
+
+
 def test_older_files_say_rotation_and_experts_otherwise():
     content = content_of("llama") | {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     del content["rope_parameters"]
