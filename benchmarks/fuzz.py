@@ -116,8 +116,6 @@ def is_legal(cell: Cell) -> bool:
         return False
     if (ramps and cell.resume is not None) or not _can_be_zeroed(cell, plans[0]):
         return False
-    if cell.lengths and "moe_aux_loss_coeff" in cell.model:
-        return False  # a mean over micro-batches, and over calls by weights that lengths change
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
     return all(plan.batch.global_batch_size == sequences and _can_be_called(plan, cell.calls) for plan in plans)
 

@@ -27,7 +27,20 @@ def with_an_empty_stage(lane: str, **keys: str) -> Cell:
     return Cell(world_size=2, lane=lane, model={"num_layers": 4}, layout=layout | {"pp_microbatches": 8} | keys)
 
 
+EXPERTS = {
+    "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 32, "add_bias_linear": False, "moe_router_dtype": "fp64",
+    "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss",
+}  # fmt: skip
+
 FOUND = [
+    Cell(  # without a mask, micro-batches of unequal length had the side losses' scale of the first
+        world_size=2,
+        model=EXPERTS,
+        layout={"pp_microbatches": 4},
+        policies={"variable_seq_lengths": True},
+        masks="full",
+        lengths=True,
+    ),
     with_an_empty_stage("fp32", backend="deepspeed", sync="streaming"),
     with_an_empty_stage("bf16", backend="deepspeed", sync="resident"),
     with_an_empty_stage("fp64", backend="fsdp2", sync="streaming"),

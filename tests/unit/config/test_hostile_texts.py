@@ -70,13 +70,13 @@ BAD_VALUES = (
     "2024-13-45", "2024-02-30", "0001-00-00", "2024-01-01 99:99:99", "2024-01-01T00:00:00+99:99",
     "!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!python/tuple [1]", "!mine x", "!!map x",
     "!!binary ü", "!!int x", "!!int ''", "!!int 0x", "!!int 1:x", "!!float []", "!!float x", "!!timestamp x",
-    "!!bool maybe", "!!seq x", "9" * 5000, "*nobody", "&a [*a]", "&a {b: *a}", DEEP, "{" * 300, "'open", '"open',
+    "!!bool maybe", "!!seq x", "9" * 5000, "*unknown", "&a [*a]", "&a {b: *a}", DEEP, "{" * 300, "'open", '"open',
     "[1, 2", "{a: 1", "\x07", "\x00", "\ufffe", "@at", "`tick", "%percent", "a: b: c", "- x", "? [a]", "<<: 3",
     '"\\q"', '"\\ud800"', "{<<: [1]}", "{<<: x}", "!<tag:yaml.org,2002:set> [x]", "!!omap x", "!!pairs x",
 )  # fmt: skip
 PLACES = {
     "key": "tp: 1\nlr: {}\n", "section": "optimizer:\n  lr: {}\n", "list": "tp: 1\ndata_path: [a, {}]\n",
-    "block": "tp: 1\ndeepspeed:\n  fp16: {}\n", "unknown": "tp: 1\nnobodys: {}\n",
+    "block": "tp: 1\ndeepspeed:\n  fp16: {}\n", "unknown": "tp: 1\nothers_key: {}\n",
 }  # fmt: skip
 """A name of each, and a text in which a bad value is in its second line."""
 
@@ -84,7 +84,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_value_that_cannot_be_read_is_one_error_wherever_it_stands(tmp_path, place):
     for value in BAD_VALUES:
-        told = [text for text in problems(tmp_path, PLACES[place].replace("{}", value)) if "nobodys" not in text]
+        told = [text for text in problems(tmp_path, PLACES[place].replace("{}", value)) if "others_key" not in text]
         assert len(told) == 1 and re.match(r"run\.yaml:[1-4]: ", told[0]), (value, told)
         assert len(told[0]) < 500
 

@@ -149,7 +149,7 @@ def test_an_interrupted_build_of_orders_leaves_none(tmp_path, corpus, monkeypatc
 
 
 class Planted:
-    """What runs if somebody unpickles it."""
+    """What runs if it is unpickled."""
 
     def __init__(self, at: Path):
         self.at = at
@@ -158,7 +158,7 @@ class Planted:
         return (Path.touch, (self.at,))
 
 
-def test_an_order_that_somebody_planted_is_not_unpickled_or_waited_for(tmp_path, corpus):
+def test_a_planted_order_is_not_unpickled_or_waited_for(tmp_path, corpus):
     plan = plan_over(tmp_path, corpus)
     build_datasets(plan)
     order = next((tmp_path / "run").rglob("*shuffle_index.npy"))
