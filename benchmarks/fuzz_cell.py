@@ -438,9 +438,9 @@ class _Loop:
         return {name: grad}
 
     def _own_sum(self, step: int, index: int, name: str) -> tuple[int, ...]:
-        """What names the sum in which the gradient of micro-batch `index` crosses ranks: that of a rank's micro-batches
-        (fsdp2: of a call's), with streaming that of one, and of an expert that of all who send it tokens. Elements that
-        are not finite in it are 0 (`nonfinite: zero`). Empty where no step has such elements."""
+        """Identifies the sum in which the gradient of micro-batch `index` crosses ranks: that of a rank's micro-batches
+        (fsdp2: of a call's), with streaming that of one, and of an expert that of all ranks that send it tokens.
+        Elements that are not finite in it are 0 (`nonfinite: zero`). Empty where no step has such elements."""
         cell = self.cell
         if cell.policies.get("nonfinite") != "zero":
             return ()
