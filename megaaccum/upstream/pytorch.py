@@ -55,7 +55,7 @@ CHECKPOINT_PLAN_CLASSES = frozenset(
         *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     }
 )
-"""Those that Megatron's checkpoints hold besides: tables of objects, and the plans by which ranks wrote."""
+"""Classes that Megatron's checkpoints hold besides: tables of objects, and the plans by which ranks wrote."""
 
 
 def one_gloo_device() -> None:
