@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +19,7 @@ LIBRARIES = (
     "torch",
     "deepspeed",
     "deepspeed.comm.torch",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by deepspeed.initialize, beside torch's compiler
     "megatron.core.parallel_state",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel.schedules",
@@ -55,16 +58,19 @@ def libraries(*more: str) -> None:
     """Import LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread
     of ours. Raises LaunchError if their versions lack what megaaccum uses."""
     prepare()
-    import_torch()
-    from megaaccum.platform import cpu
-    from megaaccum.upstream import pytorch, zero
+    with _without_collections():
+        import_torch()
+        from megaaccum.platform import cpu
 
-    cpu.install()  # before DeepSpeed and Megatron: both look for a GPU when they are imported
-    for name in (*LIBRARIES, *more):
-        importlib.import_module(name)
-    check_versions()
+        with cpu.without_compiler():
+            cpu.install()  # before DeepSpeed and Megatron, which look for a GPU when they, or upstream/, are imported
+            from megaaccum.upstream import pytorch, zero
+
+            for name in (*LIBRARIES, *more):
+                importlib.import_module(name)
+        check_versions()
     zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
-    pytorch.one_gloo_device()
+    pytorch.tame_gloo()
     freeze_objects()
 
 
@@ -86,3 +92,16 @@ def freeze_objects() -> None:
     start: that need not visit them then, nor a forked rank copy their memory for it."""
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context without garbage collections, each of which would visit all of a growing million objects: a fifth of the
+    time of the imports."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -61,6 +61,28 @@ def install() -> None:
 
 
 @contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context in which to import Megatron and DeepSpeed. Both call torch.compile where they define functions whose
+    fusions are for GPUs, and importing the compiler is a fifth of a start; without a GPU those functions stay as they
+    are, as under Megatron's --disable_jit_fuser."""
+    if has_accelerator():
+        yield
+        return
+    import torch
+
+    module: Any = torch
+    plain = module.compile
+    module.compile = lambda model=None, **keys: (lambda function: function) if model is None else model
+    try:
+        yield
+        from megatron.core import jit
+
+        jit.disable_jit_fuser()  # what is imported later
+    finally:
+        module.compile = plain
+
+
+@contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
     """Context in which `tensor.type()` names CPU tensors as CUDA's, if there is no GPU: Megatron's distributed
     optimizer sorts parameters by that name when it is built."""

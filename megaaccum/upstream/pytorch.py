@@ -58,12 +58,16 @@ CHECKPOINT_PLAN_CLASSES = frozenset(
 """Classes that Megatron's checkpoints hold besides: tables of objects, and the plans by which ranks wrote."""
 
 
-def one_gloo_device() -> None:
-    """Let all gloo groups of this process share one device, which is one thread that waits for the network.
+def tame_gloo() -> None:
+    """Let all gloo groups of this process share one device, and keep their threads from preempting others on waking.
 
-    torch 2.13 gives each group its own, which wakes up a hundred times a second: the twenty groups of a rank take 2 %
-    of a core while nothing happens. Megatron-core makes the groups, and new_group cannot pass a device on
-    (distributed_c10d: `_new_process_group_helper`). A second call does nothing.
+    torch 2.13 gives each group its own device, a thread that wakes up a hundred times a second: the twenty groups of a
+    rank take 2 % of a core while nothing happens. Megatron-core makes the groups, and new_group cannot pass a device on
+    (distributed_c10d: `_new_process_group_helper`).
+
+    A thread that sends holds its connection's lock. If the message wakes a thread that takes the sender's core, the
+    sender's own device thread polls for that lock until the sender runs again: with more ranks than cores this is most
+    of the processor time of an all-reduce. A second call does nothing.
     """
     from torch.distributed import distributed_c10d
 
@@ -79,10 +83,28 @@ def one_gloo_device() -> None:
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         options = plain._Options()
-        options._timeout, options._devices = timeout, devices()
-        plain.__init__(self, store, rank, size, options)
+        with _patient_threads():
+            options._timeout, options._devices = timeout, devices()
+            plain.__init__(self, store, rank, size, options)
 
     module.ProcessGroupGloo = type("OnSharedDevice", (plain,), {"__init__": init})
+
+
+@contextlib.contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Context in which threads start under SCHED_BATCH, whose waking preempts nobody; this thread gets its own policy
+    back."""
+    before = os.sched_getscheduler(0)
+    if before != os.SCHED_OTHER:  # somebody chose it
+        yield
+        return
+    with contextlib.suppress(OSError):  # a container may forbid it: then gloo is only slower
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def note_failure(key: str, text: str) -> None:

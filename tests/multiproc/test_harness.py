@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,3 +255,26 @@ def test_after_a_failure_the_next_ranks_run():
     with pytest.raises(RanksFailed):
         run_ranks(exit_on, 1, 0, 3, init=False)
     assert len(run_ranks(describe, 2)) == 2
+
+
+def threads_of_gloo() -> tuple[int, set[int], int]:
+    """(number of threads, their scheduling policies, this thread's) with a second group."""
+    import torch.distributed as dist
+
+    before = {each.name for each in Path("/proc/self/task").iterdir()}
+    dist.new_group([0, 1])
+    new = {each.name for each in Path("/proc/self/task").iterdir()} - before
+    return len(new), {os.sched_getscheduler(int(each)) for each in new}, os.sched_getscheduler(0)
+
+
+def test_threads_of_gloo_wake_without_preempting_and_share_a_device():
+    """A group has two threads for its operations, and none of its own for the device."""
+    assert run_ranks(threads_of_gloo, 2, timeout=60) == [(2, {os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
+
+
+def compiler_is_imported() -> bool:
+    return "torch._inductor.compile_fx" in sys.modules
+
+
+def test_ranks_start_without_torch_s_compiler():
+    assert run_ranks(compiler_is_imported, 1, init=False) == [False]

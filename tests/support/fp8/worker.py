@@ -56,7 +56,7 @@ def prepare() -> None:
     from megaaccum.upstream import pytorch, zero
 
     zero.without_shared_memory_operator()
-    pytorch.one_gloo_device()
+    pytorch.tame_gloo()
     problem = fp8.device_problem
     fp8.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
 

@@ -10,7 +10,6 @@ from megaaccum.pretrain.metrics import plots
 WHAT_RANKS_IMPORT = (
     "deepspeed.module_inject.auto_ep_layer",  # by deepspeed.initialize, as the next ones
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "matplotlib.backends.backend_agg",  # by the picture of a run, as the next one
     "matplotlib.figure",
     "megaaccum.cli.train",

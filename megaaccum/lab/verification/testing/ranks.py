@@ -306,6 +306,7 @@ def _init_gloo(timeout: float) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout))
+    dist.barrier()  # a rank whose function ends at once would close connections that others are still making
 
 
 def _destroy() -> None:
