@@ -78,7 +78,8 @@ bank: setup
 weights: setup
 	$(BIN)/python -m pytest tests/bank/test_weights.py
 
-# Tables that take minutes, of which `make test` runs few cells: Muon on every backend and layout, and the GPU suite, dry.
+# Tables that take minutes and of which `make test` runs one cell of each kind: Muon on every backend and layout, layouts to
+# the bit, an engine's pairs of calls, cells of the fuzz, and every case of the GPU suite, dry.
 long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/long
 

@@ -22,37 +22,41 @@ ORDERED, SAME = "--deterministic ", "--reproducible layout "
 LLAMA = "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 
 
+def four_layers(world_size: int, layout: str, model: str = "", lane: str = "fp32") -> Case:
+    return Case(world_size, layout, "--num_layers 4 " + model, lane)
+
+
 def fp64(layout: str, model: str = "") -> Case:
-    return Case(4, layout + "--params_dtype fp64 ", model, "fp64")
+    return four_layers(4, layout + "--params_dtype fp64 ", model, "fp64")
 
 
 @cells(
-    Case(4, STREAM),
-    Case(4, PP + STREAM),
-    Case(4, PP + STREAM + "--flush per_round", UNTIED),
-    Case(4, VPP + STREAM, LLAMA),
-    Case(4, TP + STREAM),
-    Case(4, PP + STREAM + "--max_live_parameters 30000"),
-    Case(4, PP + STREAM + "--offload_optimizer cpu"),
+    four_layers(4, STREAM),
+    four_layers(4, PP + STREAM),
+    four_layers(4, PP + STREAM + "--flush per_round", UNTIED),
+    four_layers(4, VPP + STREAM, LLAMA),
+    four_layers(4, TP + STREAM),
+    four_layers(4, PP + STREAM + "--max_live_parameters 16000"),
+    four_layers(4, PP + STREAM + "--offload_optimizer cpu"),
 )
 def test_streaming_zero3(case, parity):
     parity(case)
 
 
 @cells(
-    Case(4, PP + STREAM + FULL, LLAMA),
-    Case(4, PP + STREAM + FULL + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
-    Case(4, PP + STREAM, LLAMA, "bf16"),
+    four_layers(4, PP + STREAM + FULL, LLAMA),
+    four_layers(4, PP + STREAM + FULL + "--recompute_method uniform --recompute_num_layers 2", LLAMA),
+    four_layers(4, PP + STREAM, LLAMA, "bf16"),
 )
 def test_streaming_zero3_with_recompute_and_in_bf16(case, parity):
     parity(case)
 
 
 @cells(
-    Case(2, PP + STREAM),
-    Case(2, PP + SPLIT + "--deterministic"),
-    Case(2, PP + MEGATRON),
-    Case(2, PP + FSDP2 + "--params_dtype fp64", "", "fp64"),
+    four_layers(2, PP + STREAM),
+    four_layers(2, PP + SPLIT + "--deterministic"),
+    four_layers(2, PP + MEGATRON),
+    four_layers(2, PP + FSDP2 + "--params_dtype fp64", "", "fp64"),
 )
 def test_one_data_parallel_rank(case, parity):
     parity(case)
@@ -74,18 +78,18 @@ def test_fsdp2_float64(case, parity):
 
 
 @cells(
-    Case(4, PP + FSDP2),
-    Case(4, PP + FSDP2 + "--sync streaming", LLAMA),
-    Case(4, PP + FSDP2, LLAMA, "bf16"),
-    Case(4, FSDP2 + "--data_parallel_replicas 2", "", "bf16"),
+    four_layers(4, PP + FSDP2),
+    four_layers(4, PP + FSDP2 + "--sync streaming", LLAMA),
+    four_layers(4, PP + FSDP2, LLAMA, "bf16"),
+    four_layers(4, FSDP2 + "--data_parallel_replicas 2", "", "bf16"),
 )
 def test_fsdp2_engine(case, parity):
     parity(case)
 
 
 @cells(
-    *(Case(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")),
-    *(Case(4, "--pp_microbatches 1 --backend fsdp2 " + each) for each in ("", "--sync streaming", REPLICAS)),
+    *(four_layers(4, "--pp_microbatches 1 " + each) for each in ("", "--sync streaming", "--backend megatron")),
+    *(four_layers(4, "--pp_microbatches 1 --backend fsdp2 " + each) for each in ("", "--sync streaming", REPLICAS)),
 )
 def test_one_microbatch(case, parity):
     """Nothing has gone forward yet when its backward is announced as the last."""
@@ -93,24 +97,24 @@ def test_one_microbatch(case, parity):
 
 
 @cells(
-    Case(4, MEGATRON),
-    Case(4, PP + MEGATRON),
-    Case(4, PP + MEGATRON + "--flush per_round", UNTIED),
-    Case(4, VPP + MEGATRON, LLAMA),
-    Case(4, TP + MEGATRON),
-    Case(4, PP + MEGATRON, UNTIED, "bf16"),
+    four_layers(4, MEGATRON),
+    four_layers(4, PP + MEGATRON),
+    four_layers(4, PP + MEGATRON + "--flush per_round", UNTIED),
+    four_layers(4, VPP + MEGATRON, LLAMA),
+    four_layers(4, TP + MEGATRON),
+    four_layers(4, PP + MEGATRON, UNTIED, "bf16"),
 )
 def test_megatron(case, parity):
     parity(case)
 
 
 @cells(
-    Case(4, PP + SPLIT + ORDERED),
-    Case(4, SPLIT + ORDERED + "--offload_optimizer cpu"),
-    Case(4, PP + SPLIT + "--zero_stage 1 " + ORDERED),
-    Case(4, SPLIT + "--zero_stage 2 " + ORDERED),
-    Case(4, STREAM + ORDERED),
-    Case(4, MEGATRON + ORDERED, LLAMA),
+    four_layers(4, PP + SPLIT + ORDERED),
+    four_layers(4, SPLIT + ORDERED + "--offload_optimizer cpu"),
+    four_layers(4, PP + SPLIT + "--zero_stage 1 " + ORDERED),
+    four_layers(4, SPLIT + "--zero_stage 2 " + ORDERED),
+    four_layers(4, STREAM + ORDERED),
+    four_layers(4, MEGATRON + ORDERED, LLAMA),
     fp64(FSDP2 + ORDERED),
     fp64(SPLIT + ORDERED),
 )
@@ -119,10 +123,10 @@ def test_sums_in_rank_order(case, parity):
 
 
 @cells(
-    Case(4, PP + SPLIT + "--backend ddp", UNTIED, "bf16"),
-    Case(4, VPP + SPLIT + "--backend ddp", LLAMA, "bf16"),
-    Case(4, PP + SPLIT + "--backend ddp --schedule zbv", "", "bf16"),
-    Case(4, SPLIT + "--backend ddp " + ORDERED, "", "bf16"),
+    four_layers(4, PP + SPLIT + "--backend ddp", UNTIED, "bf16"),
+    four_layers(4, VPP + SPLIT + "--backend ddp", LLAMA, "bf16"),
+    four_layers(4, PP + SPLIT + "--backend ddp --schedule zbv", "", "bf16"),
+    four_layers(4, SPLIT + "--backend ddp " + ORDERED, "", "bf16"),
 )
 def test_ddp_in_bf16_adds_in_fp32(case, parity):
     parity(case)
@@ -167,10 +171,10 @@ def test_sums_in_bf16_are_made_in_fp32():
 
 
 @cells(
-    Case(4, PP + SPLIT + SAME),
-    Case(4, SPLIT + "--zero_stage 1 " + SAME),
-    Case(4, STREAM + SAME),
-    Case(4, FSDP2 + "--sync streaming " + SAME, LLAMA),
+    four_layers(4, PP + SPLIT + SAME),
+    four_layers(4, SPLIT + "--zero_stage 1 " + SAME),
+    four_layers(4, STREAM + SAME),
+    four_layers(4, FSDP2 + "--sync streaming " + SAME, LLAMA),
     fp64(PP + FSDP2 + SAME),
     fp64(PP + SPLIT + SAME),
 )
@@ -194,7 +198,7 @@ def kept_in(case: Case) -> set[str]:
 
 @cells(
     *(
-        Case(2, f"{backend}--lr 0.1 --optimizer_dtype {precision}", UNTIED, "bf16")
+        four_layers(2, f"{backend}--lr 0.1 --optimizer_dtype {precision}", UNTIED, "bf16")
         for precision in ("fp32", "bf16")
         for backend in (SPLIT, FSDP2)
     )

@@ -31,6 +31,7 @@ SCHEDULES = {
     "zbv": PP2 + "--schedule zbv ",
     "dualpipev": PP2 + "--schedule dualpipev ",
 }
+FOUR = "--num_layers 4 "
 SIZES = {"interleaved": (2, 4, 2)}
 """Micro-batches of each call; Megatron's interleaved schedule requires multiples of pp."""
 
@@ -49,14 +50,14 @@ def check(cells: list[tuple[Case, Calls]], ranks: int = 4) -> None:
 def test_several_calls_and_a_divisor_that_is_known_last(schedule):
     """3 + 4 + 1 micro-batches in three calls, the last of which fills the plan's number."""
     calls = Calls(SIZES.get(schedule, (3, 4, 1)))
-    check([(Case(4, SCHEDULES[schedule] + backend), calls) for backend in BACKENDS.values()])
+    check([(Case(4, SCHEDULES[schedule] + backend, FOUR), calls) for backend in BACKENDS.values()])
 
 
 @pytest.mark.parametrize("lane", ["fp64", "bf16", "fp16"])
 def test_other_precisions(lane):
     backends = ["--backend ddp ", "--backend fsdp2 "] if lane == "fp64" else ["", "--sync streaming "]
     cells = [
-        (Case(4, SCHEDULES[schedule] + backend, lane=lane), Calls((5, 3)))
+        (Case(4, SCHEDULES[schedule] + backend, FOUR, lane), Calls((5, 3)))
         for backend in backends
         for schedule in ("none", "1f1b", "zbv")
     ]
@@ -67,7 +68,7 @@ def test_other_precisions(lane):
 def test_a_call_after_the_one_that_seemed_the_last(backend):
     """A call that fills the plan's micro-batches reduces in its backward; the step may go on all the same."""
     layout = "--grad_accum_steps 1 --pp_microbatches 4 --pipeline_model_parallel_size 2 " + BACKENDS[backend]
-    whole = Case(4, layout.replace("--grad_accum_steps 1", "--grad_accum_steps 2"))
+    whole = Case(4, layout.replace("--grad_accum_steps 1", "--grad_accum_steps 2"), FOUR)
     by_rank = run_ranks(all_in_calls, 4, [(whole, Calls((8,))), (whole, Calls((4, 4)))], timeout=90)
     for gradients in zip(*by_rank, strict=True):
         assert problems(whole, list(gradients)) == []
@@ -76,7 +77,7 @@ def test_a_call_after_the_one_that_seemed_the_last(backend):
 @pytest.mark.parametrize("known", ["weights", "total", "iterators"])
 def test_what_is_known_in_advance(known):
     calls = Calls((3, 5), known="" if known == "iterators" else known, iterators=known == "iterators")
-    check([(Case(4, SCHEDULES[schedule]), calls) for schedule in ("none", "1f1b", "zbv")])
+    check([(Case(4, SCHEDULES[schedule], FOUR), calls) for schedule in ("none", "1f1b", "zbv")])
 
 
 MOE = (
@@ -97,7 +98,7 @@ def test_side_losses_of_several_calls(known):
 def test_fp16_at_four_million_tokens():
     """Sums of millions of tokens would drive the loss scale to its floor; a power of two near 1 / N stops that."""
     calls = Calls((3, 5), known="expected", unit=4e6 / 140)
-    check([(Case(4, SCHEDULES[schedule], lane="fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
+    check([(Case(4, SCHEDULES[schedule], FOUR, "fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
 
 
 def frames_of(flags: str, folder: str) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.snippets import losses_of, run_command
+from tests.support.snippets import losses_of, run_command, run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -173,14 +173,22 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fall"), [("sft", 0.4), ("grpo", 0.05), ("hf_zero3", 0.2), ("megatron_loop", 0.3), ("rl_worker", 0.1)]
+    ("name", "fall", "run"),
+    [
+        ("sft", 0.4, run_command),
+        ("grpo", 0.05, run_on_ranks),
+        ("hf_zero3", 0.2, run_on_ranks),
+        ("megatron_loop", 0.3, run_command),
+        ("rl_worker", 0.1, run_on_ranks),
+    ],
 )
-def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
-    """Two steps are compared, because rl_worker takes the halves of its batch in turn."""
+def test_losses_fall_under_the_command_that_is_shown(name, fall, run, folder):
+    """One program around the engine and one around Megatron's loop are started by torchrun itself. Two steps are
+    compared, because rl_worker takes the halves of its batch in turn."""
     if name == "hf_zero3":
         pytest.importorskip("transformers", reason="not installed: transformers")
     (command,) = commands_of(name)
-    losses = losses_of(run_command(command, folder))
+    losses = losses_of(run(command, folder))
     assert len(losses) == (6 if name == "rl_worker" else 5)
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - fall, losses
 
@@ -188,7 +196,7 @@ def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
 def test_a_rollout_engine_has_the_weights_of_each_step(folder):
     pytest.importorskip("transformers", reason="not installed: transformers")
     (command,) = commands_of("rollout_weights")
-    output = run_command(command, folder)
+    output = run_on_ranks(command, folder)
     losses = re.findall(r"loss ([\d.]+), of the rollout engine ([\d.]+)", output)
     elements = [int(each) for each in re.findall(r"(\d+) elements handed over", output)]
     assert len(losses) == 4 and losses[-1][0] < losses[0][0], output
@@ -210,7 +218,7 @@ def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
     checkpoints = folder / "checkpoints"
     shutil.rmtree(checkpoints / "step_0000020")
     (checkpoints / "latest").write_text("step_0000010\n")
-    resumed = run_command(train, folder)
+    resumed = run_on_ranks(train, folder)
     assert losses_of(resumed) == losses[10:]
     assert resumed.splitlines()[-1] == first.splitlines()[-1], "the last evaluation"
 
@@ -226,3 +234,7 @@ def test_an_example_is_short_and_stands_alone(path):
     siblings = {other.stem for other in EXAMPLES.glob("*.py")} - {"tiny_gpt"}
     imported = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     assert not siblings & set(imported) and not any("examples" in (module or "") for module in imported)
+    packages = [(module or "").partition(".")[0] for module in imported]
+    assert "deepspeed" not in packages
+    if "megatron" in packages:
+        assert packages.index("megaaccum") < packages.index("megatron"), "its CPU stand-ins precede Megatron's import"

@@ -14,6 +14,7 @@ from tests.support.distance import cells, check, one_process_reference, problems
 from tests.support.parity import SYNC_MODES, Case, Rig
 
 OWN = ("gpipe", "zb-h1", "zbv", "dualpipev")
+IN_A_V = ("zbv", "dualpipev", "v-half", "v-min")
 UNTIED = "--untie_embeddings_and_output_weights "
 RECOMPUTE = "--recompute_granularity full "
 VARIANTS = {
@@ -27,7 +28,8 @@ def cell(
     schedule: str, pp: int, m: int, flags: str = "", *, model: str = "", lane: str = "fp32", ranks: int = 1
 ) -> Case:
     layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps 1 --num_chunks {m} --schedule {schedule} {flags}"
-    return Case(pp * ranks, layout, model, lane)
+    num_layers = 2 * pp if schedule in IN_A_V else max(4, pp)
+    return Case(pp * ranks, layout, f"--num_layers {num_layers} {model}", lane)
 
 
 @cells(
@@ -99,7 +101,7 @@ def test_embedding_and_head_on_one_stage():
 PER_ROUND = "--grad_accum_steps 2 --num_chunks 4 --flush per_round "
 
 
-@cells(*(Case(4, PER_ROUND + "--pp 2 --schedule dualpipev", lane=lane) for lane in ("fp64", "fp32")))
+@cells(*(Case(4, PER_ROUND + "--pp 2 --schedule dualpipev", "--num_layers 4 ", lane) for lane in ("fp64", "fp32")))
 def test_one_flush_per_round(case, parity):
     parity(case)
 
@@ -174,6 +176,6 @@ def losses(case: Case) -> list[float]:
 
 def test_evaluation_in_a_v():
     each = cell("dualpipev", 2, 4, lane="fp64")
-    exact = one_process_reference("", 4, "fp64").gradient.loss
+    exact = one_process_reference(each.model, 4, "fp64").gradient.loss
     for found in run_ranks(losses, 2, each):
         assert found == pytest.approx([exact, exact], rel=1e-12)

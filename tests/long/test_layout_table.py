@@ -1,0 +1,60 @@
+"""More layouts of a model are that of one process, to the bit, than tests/multiproc/test_layouts.py tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.lab.verification.testing import run_ranks
+from tests.multiproc.test_layouts import (
+    BF16,
+    EXPERTS,
+    MTP,
+    OWN,
+    PP,
+    RMS,
+    STEPS,
+    TWELVE,
+    one_process,
+    row,
+)
+from tests.support.layouts import Outcome, outcomes
+from tests.support.parity import Case
+
+ROWS = [
+    row(4, "--pp_microbatches 4 --zero_stage 1 "),
+    row(4, "--pp_microbatches 3 ", TWELVE),
+    row(4, "--pp_microbatches 4 --backend megatron ", BF16),
+    row(4, "--pp_microbatches 4 --backend ddp ", BF16),
+    row(4, "--pp_microbatches 4 ", EXPERTS),
+    row(4, "--pp_microbatches 4 --backend ddp ", RMS),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", RMS),
+    row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --backend megatron ", RMS),
+    row(4, "--pp_microbatches 4 --sync streaming ", MTP),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", MTP + RMS),
+    row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --sync streaming ", MTP + RMS),
+]
+OWN_ROWS = [
+    row(4, "--pp_microbatches 4 ", OWN + BF16),
+    row(4, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", OWN + BF16),
+    row(4, PP + "--pp_microbatches 8 --backend fsdp2 ", OWN + BF16),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", OWN + BF16),
+    row(4, PP + "--virtual_pipeline_model_parallel_size 2 --pp_microbatches 8 --backend ddp ", OWN + BF16),
+]
+THREE = [
+    row(3, "--pp_microbatches 4 --sync streaming ", TWELVE),
+    row(3, "--pp_microbatches 2 --grad_accum_steps 2 --zero_stage 1 ", TWELVE + BF16),
+    row(3, "--pp_microbatches 4 --backend fsdp2 ", TWELVE),
+]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[Case, Outcome]:
+    found: dict[Case, Outcome] = {}
+    for ranks, rows in ((4, ROWS), (4, OWN_ROWS), (3, THREE)):
+        found |= zip(rows, run_ranks(outcomes, ranks, rows, STEPS, timeout=150)[0], strict=True)
+    return found
+
+
+@pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)
+def test_every_layout_is_one_process_to_the_bit(case, measured):
+    assert measured[case] == one_process(case.model)
