@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from megaaccum import loop as megatron_loop
     from megaaccum.config import Plan
     from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step
-    from megaaccum.engine import Engine, build_groups, initialize
+    from megaaccum.distributed.start import build_groups
+    from megaaccum.engine import Engine, initialize
     from megaaccum.executor.entry import get_forward_backward_func
     from megaaccum.lab.verification import verify
     from megaaccum.model.hf_stages import hf_stages
@@ -42,7 +43,7 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
-    "build_groups": "megaaccum.engine",
+    "build_groups": "megaaccum.distributed.start",
     "get_forward_backward_func": "megaaccum.executor.entry",
     "hf_stages": "megaaccum.model.hf_stages",
     "initialize": "megaaccum.engine",

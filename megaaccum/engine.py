@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 
 from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load, whole
@@ -29,12 +28,12 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
-from megaaccum.distributed.start import start_together
+from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.model import fp8, names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.optim import adamw as our_optimizer
 from megaaccum.optim import by_pattern, lr_schedule
+from megaaccum.optim.chosen import OptimizerFactory, no_optimizer, optimizer_of
 from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
     from megaaccum.observe.observer import Observer
     from megaaccum.optim.lr_schedule import LrSchedule
     from megaaccum.step.recovery import Attempt
-
-OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""Makes a torch optimizer over this rank's parameters, `torch.optim.AdamW` or a lambda around it."""
 
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
 """Errors that every rank raises together before anything has changed; the engine can be used after them."""
@@ -98,32 +94,6 @@ def initialize(
         experts.check_same_on_ranks(built, chunks)
         by_pattern.freeze(plan, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
-
-
-def build_groups(plan: Plan) -> Groups:
-    """Build the process groups of a plan, for chunks that are made before their engine. Megatron's parallel_state then
-    holds them. Starts torch.distributed as `initialize` does. Collective over the world."""
-    start_together(plan)
-    return process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-
-
-def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
-    """The groups that a user gave; None: those of `parallel_state`, built from the plan if it has none or has those of
-    another plan. Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
-    if isinstance(given, Groups):
-        return given
-    ours = process_groups.built_in_parallel_state()
-    is_of_another = ours is not None and ours.layout != plan.layout
-    if given is None and (is_of_another or not parallel_state.model_parallel_is_initialized()):
-        return build_groups(plan)
-    return raise_on_all_ranks(_groups, plan, process_groups.default_collection() if given is None else given)
-
-
-def _groups(plan: Plan, collection: ProcessGroupCollection) -> Groups:
-    if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
-        raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
-    minutes = plan.config.parallel.distributed_timeout_minutes
-    return Groups(layout=plan.layout, collection=collection, timeout_minutes=minutes)
 
 
 class Engine:
@@ -491,41 +461,3 @@ class Engine:
         )
         self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
         self.verified = progress.transaction.get("verified", "")
-
-
-def no_optimizer(plan: Plan) -> torch.optim.Optimizer:
-    """The optimizer of an engine that trains nothing, over nothing. Raises ConfigError for a backend that wraps one."""
-    if plan.config.sharding.backend not in ("ddp", "fsdp2"):
-        raise ConfigError(
-            f"the model has no trained parameter, and backend {plan.config.sharding.backend} shards by an optimizer:"
-            " set backend to fsdp2 (parameters are sharded) or ddp (they are whole)"
-        )
-    return torch.optim.SGD([{"params": []}], lr=0.0)
-
-
-def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
-    """A torch optimizer over the trained parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
-    without an lr, and where a rank trains nothing."""
-    if factory is None and not plan.config.optimizer.lr:
-        raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
-    if factory is None:
-        return our_optimizer.build(plan, chunks)
-    keys = plan.config.optimizer
-    if keys.optimizer == "muon":
-        raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
-    if keys.lr_mult or keys.wd_mult:
-        raise ConfigError(
-            "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
-        )
-    return factory(raise_on_all_ranks(_trained, chunks))
-
-
-def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """The parameters that an optimizer is given. Raises ConfigError without any: none of the backends starts there."""
-    params = [param for _, param in names.named_parameters(chunks)]
-    if trained := [param for param in params if param.requires_grad]:
-        return trained
-    raise ConfigError(
-        f"all {len(params)} parameters of this pipeline rank are frozen, and each rank has to train some: cut the model"
-        " so that each stage has a trained parameter"
-    )

@@ -7,14 +7,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import open_regular, replace_text, set_aside, sync
 from megaaccum.texts import parse_json
@@ -173,11 +174,10 @@ class Files:
     Built on every rank; only global rank 0 moves and removes files.
     """
 
-    def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None, *, num_bytes: int):
-        """num_bytes: of all tensors that are written, over all ranks."""
+    def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
         self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
-        # Measured before anything is written, so that ranks of one host give one message.
-        self._space = f"{_free(folder)} were free in {folder}, the checkpoint's tensors are {amount(num_bytes)}"
+        self._free = _free(folder)  # before anything is written, so that ranks of one host give one message
+        self._num_bytes = 0
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
         self.target = folder / name
@@ -186,9 +186,19 @@ class Files:
         if numbers := [_order(path)[1] for path in _entries(folder) if step_of(path) == progress.step]:
             self.target = folder / f"{name}-{max(numbers) + 1}"
 
-    def prepare(self) -> None:
-        """Create `aside`, empty. Collective over the world; raises CheckpointError on every rank."""
-        raise_on_all_ranks(_on_rank0, self._make_empty, f"cannot make the folder {self.aside}")
+    def prepare(self, written: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Create `aside`, empty, for the tensors that this rank writes. Collective over `group`, all ranks: one sum
+        says whether rank 0 failed and how much all ranks write. Raises CheckpointError on every rank."""
+        problem: BaseException | None = None
+        try:
+            _on_rank0(self._make_empty, f"cannot make the folder {self.aside}")
+        except Exception as error:
+            problem = error
+        total = torch.tensor([sum(tensor.nbytes for tensor in written), problem is not None])
+        dist.all_reduce(total, group=group)
+        self._num_bytes = int(total[0])
+        if total[1]:
+            raise_together(problem)
 
     def publish_on_rank0(self) -> None:
         """Make the written checkpoint current. Call it on every rank; raises CheckpointError on rank 0 only."""
@@ -201,7 +211,8 @@ class Files:
         current = latest(self._folder)
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
-        return printed_once(UnwrittenCheckpoint(f"{what} ({self._space}); {still}"))
+        space = f"{self._free} were free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
+        return printed_once(UnwrittenCheckpoint(f"{what} ({space}); {still}"))
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -74,9 +74,9 @@ def save(
     Raises CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current.
     """
     written = _written(backend, groups, buffers)
-    files = Files(Path(folder), progress, keep_last, retain, num_bytes=_bytes_of_all_ranks(written, groups))
+    files = Files(Path(folder), progress, keep_last, retain)
     try:
-        files.prepare()
+        files.prepare(written.values(), groups.host)
         # Rank 0 gathers the plans, each padded to the longest. Over NCCL that would be in its GPU's memory.
         dcp.save(written, storage_writer=_Writer(files.aside), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
@@ -129,11 +129,10 @@ class BackgroundSave:
     ):
         """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
         written = _written(backend, groups, buffers)
-        num_bytes = _bytes_of_all_ranks(written, groups)
-        self._files = Files(Path(folder), progress, keep_last, retain, num_bytes=num_bytes)
+        self._files = Files(Path(folder), progress, keep_last, retain)
         self._current: Future[None] = Future()
         try:
-            self._files.prepare()
+            self._files.prepare(written.values(), groups.host)
         except CheckpointError as error:
             raise self._files.abandon(error) from error
         writing = dcp.async_save(
@@ -340,13 +339,6 @@ def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) 
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}
     mine = {piece.key: tensor for piece, tensor, writes in pieces.held_pieces(backend, groups) if writes}
     return mine | whole | _rng(groups)
-
-
-def _bytes_of_all_ranks(written: dict[str, torch.Tensor], groups: Groups) -> int:
-    """Bytes that all ranks write. Collective over the world, in host memory."""
-    total = torch.tensor(sum(tensor.nbytes for tensor in written.values()))
-    dist.all_reduce(total, group=groups.host)
-    return int(total)
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

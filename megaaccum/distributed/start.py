@@ -1,4 +1,4 @@
-"""Joining the other ranks of a run, on this rank's device."""
+"""Joining the other ranks of a run, on this rank's device: torch.distributed, and the process groups of a plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.config import slurm
+from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
-from megaaccum.errors import LaunchError
+from megaaccum.distributed.groups import Groups
+from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform import cpu, determinism, gpu
 from megaaccum.schedule.build import is_shared, set_shared_table
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from megaaccum.config import Plan
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -65,6 +69,34 @@ def start_process_group(plan: Plan) -> None:
             f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. If the "
             "port is in use, give the launcher another --master_port"
         ) from error
+
+
+def build_groups(plan: Plan) -> Groups:
+    """Build the process groups of a plan, for chunks that are made before their engine. Megatron's parallel_state then
+    holds them. Starts torch.distributed as `initialize` does. Collective over the world."""
+    start_together(plan)
+    return groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+
+
+def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
+    """The groups that a user gave; None: those of `parallel_state`, built from the plan if it has none or has those of
+    another plan. Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
+    from megatron.core import parallel_state
+
+    if isinstance(given, Groups):
+        return given
+    ours = groups.built_in_parallel_state()
+    is_of_another = ours is not None and ours.layout != plan.layout
+    if given is None and (is_of_another or not parallel_state.model_parallel_is_initialized()):
+        return build_groups(plan)
+    return raise_on_all_ranks(_checked, plan, groups.default_collection() if given is None else given)
+
+
+def _checked(plan: Plan, collection: ProcessGroupCollection) -> Groups:
+    if missing := [name for name in ("tp", "pp", "dp", "cp", "dp_cp", "mp") if not hasattr(collection, name)]:
+        raise ConfigError(f"the process group collection lacks {', '.join(missing)}: give it every group of the layout")
+    minutes = plan.config.parallel.distributed_timeout_minutes
+    return Groups(layout=plan.layout, collection=collection, timeout_minutes=minutes)
 
 
 @functools.cache

@@ -30,13 +30,13 @@ from megatron.core.utils import unwrap_model
 from megaaccum import sharding
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.distributed.groups import default_collection, share_reports
-from megaaccum.distributed.start import start_together
-from megaaccum.engine import OptimizerFactory, groups_of, optimizer_of
+from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError
 from megaaccum.executor import entry
 from megaaccum.loop import checkpoint as loop_checkpoint
 from megaaccum.model import names
 from megaaccum.optim import by_pattern
+from megaaccum.optim.chosen import OptimizerFactory, optimizer_of
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.step import chunk_config

@@ -23,7 +23,7 @@ from megaaccum.config.megatron_arguments import (
     repeats_to_the_bit,
 )
 from megaaccum.distributed.agreement import printed_once
-from megaaccum.engine import groups_of
+from megaaccum.distributed.start import groups_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.contract import get_forward_backward_func, wrap
 from megaaccum.model.names import tied_pair

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megaaccum.observe.nonfinite import Findings, Probe
-from megaaccum.step import short_batch
+from megaaccum.step import short_batch, world_sums
 
 if TYPE_CHECKING:
     from megaaccum.step.recovery import Attempt
@@ -42,7 +42,7 @@ def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) ->
     healthy = [each for index, each in every.items() if index not in mine]
     replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
     calls = [batch.without(replaced) for batch in opened.calls]
-    steps.begin_attempt(opened, steps.divisor_of(calls, alone=opened.divisor.total is not None))
+    steps.begin_attempt(opened, world_sums.divisor_of(steps, calls, alone=opened.divisor.total is not None))
     for number, batch in enumerate(calls):
         steps.flush(opened, batch, reduce=number == len(calls) - 1 or not steps.backend.can_defer)
     return replace(steps.reduce_and_measure(opened), num_dropped=sum(map(len, bad.values())))

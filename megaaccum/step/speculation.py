@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.step import grad_norm
+from megaaccum.step import grad_norm, world_sums
+from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, post_sums, sums_over_ranks
 from megaaccum.step.microbatches import Microbatches, shapes_of
 from megaaccum.step.train_step import OpenStep, TrainStep
@@ -67,7 +68,7 @@ class SpeculativeTrainStep(TrainStep):
                 opened, batch, _ = begun
                 self.begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
             elif batch is not None:
-                opened = self.open(step, self.divisor_of([batch], alone=True))
+                opened = self.open(step, world_sums.divisor_of(self, [batch], alone=True))
                 opened.note = note
             if batch is None:
                 result = self.skip_short_batch(step, stop=stop, note=note)
@@ -115,7 +116,8 @@ class SpeculativeTrainStep(TrainStep):
         updates = self.is_unclipped(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
         flags = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
-        parts = [square, *flags, torch.stack(self._faults(opened.tally)).sum(), *self._own_sums(opened)]
+        parts = [square, *flags, torch.stack(world_sums.faults(self, opened.tally)).sum()]
+        parts += world_sums.own_sums(self, opened)
         wait = post_sums(parts, self.groups.host, device=torch.device("cpu"))
         self.observer.phase("optimizer")
         undo = _undo(backend, self.transaction.num_updates)
@@ -125,7 +127,7 @@ class SpeculativeTrainStep(TrainStep):
         begun = self._begin_early(opened.step + 1, batch, divisor, is_ready=is_ready)
         self.observer.phase("verdict")
         total, stops, not_ready, held_back, is_unusual, *sums = wait()
-        attempt = self._attempt_of(opened, total**0.5, sums)
+        attempt = world_sums.attempt_of(self, opened, total**0.5, sums)
         if not (held_back or is_unusual) and self._is_confirmed(attempt):
             if not_ready:
                 self._drop_early(begun)
@@ -154,13 +156,13 @@ class SpeculativeTrainStep(TrainStep):
         """Begin step `step`, and run its forwards up to the first backward if ranks are ready for them."""
         opened = OpenStep(step, self._restorer())
         opened.divisor, opened.expert_counts = divisor, self._experts.begin()
-        self._side_losses.begin_attempt(divisor, self.recovery.loss_scale)
-        with self.observer.flushing(), self._seeds.flush(step):
+        self.side_losses.begin_attempt(divisor, self.recovery.loss_scale)
+        with self.observer.flushing(), self.seeds.flush(step):
             if is_ready:
                 self.observer.phase("gather")
                 self.backend.gather()
             self.observer.phase("forward_backward")
-            self.schedule.begin(**self._arguments(opened, batch))
+            self.schedule.begin(**flush_arguments(self, opened, batch))
             if is_ready:
                 self.schedule.warm_up()
         return opened
@@ -180,7 +182,7 @@ class SpeculativeTrainStep(TrainStep):
         if wanted and len(upcoming) == plan.num_microbatches and {*shapes_of(upcoming)} <= {planned}:
             read = self.batch_of(upcoming)
             batch = batch if read.weights is None else read
-        divisor = self.divisor_of([batch], alone=True)()
+        divisor = world_sums.divisor_of(self, [batch], alone=True)()
         (unread,) = sums_over_ranks([_scalar(math.isnan(divisor.in_loss))], self.groups.tp)
         return batch, divisor, not unread
 

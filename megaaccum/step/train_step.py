@@ -24,20 +24,17 @@ from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
-from megaaccum.model.packed_rows import sent_shape
 from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
-from megaaccum.platform import cpu
-from megaaccum.step import agreement, grad_norm, retry, short_batch
-from megaaccum.step.forward_step import ForwardStep
+from megaaccum.step import agreement, grad_norm, retry, short_batch, world_sums
+from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import (
     Divisor,
     ForwardStepFunc,
     ReportReducer,
     Tally,
-    post_total_weight,
     spread_over_batch,
     sums_over_ranks,
 )
@@ -114,11 +111,11 @@ class TrainStep:
         self.schedule: Any = get_forward_backward_func(plan, allow_underfilled_pipeline=True)
         if isinstance(self.schedule, ForwardBackward):
             self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
-        self._p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)
+        self.p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)
         self._digest = plan.digest()
-        self._reports = ReportReducer(reports)
-        self._seeds = SampleSeeds(plan, groups, chunks)
-        self._side_losses = SideLosses(chunks)
+        self.reports = ReportReducer(reports)
+        self.seeds = SampleSeeds(plan, groups, chunks)
+        self.side_losses = SideLosses(chunks)
         self._experts = ExpertCounter(plan, chunks)
         self.probe: Probe | None = None
         """Looks at each micro-batch that runs, if set."""
@@ -127,7 +124,7 @@ class TrainStep:
         """The factor on the losses of the step that runs, beside the loss scale."""
         window = plan.config.step.noise_scale_window
         self.noise_scale = NoiseScale(chunks, window) if window else None
-        self._last_weight = 0.0
+        self.last_weight = 0.0
         """N of the last step by its sequences, 0 before one has ended."""
 
     @property
@@ -160,7 +157,7 @@ class TrainStep:
             if batch is None:
                 result = self.skip_short_batch(step, stop=stop, note=note)
             else:
-                opened = self.open(step, self.divisor_of([batch], alone=True))
+                opened = self.open(step, world_sums.divisor_of(self, [batch], alone=True))
                 opened.note = note
                 opened.calls.append(batch)
                 self.observer.phase("forward_backward")
@@ -228,7 +225,7 @@ class TrainStep:
         opened.reduced = False
         self.backend.sums.count = self.batch.num_microbatches
         self.backend.loss_scale = self.recovery.loss_scale
-        self._side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
+        self.side_losses.begin_attempt(opened.divisor, self.backend.loss_scale)
         self.fp8.begin_attempt()
         if self.noise_scale is not None:
             self.noise_scale.begin_attempt()
@@ -247,7 +244,7 @@ class TrainStep:
         if opened.reduced:
             self.backend.resume_accumulation()
         size = len(batch) if forward_only or not batch.can_run_again else self.batch.microbatches_per_flush
-        with nullcontext() if forward_only else self.observer.flushing(), self._seeds.flush(opened.step):
+        with nullcontext() if forward_only else self.observer.flushing(), self.seeds.flush(opened.step):
             for start in range(0, len(batch), size):
                 if not forward_only:
                     self.backend.set_last_flush(reduce and start + size >= len(batch))
@@ -255,45 +252,9 @@ class TrainStep:
                     self.schedule.finish()
                 else:
                     part = batch.part(start, min(start + size, len(batch)))
-                    self.schedule(**self._arguments(opened, part, forward_only=forward_only))
+                    self.schedule(**flush_arguments(self, opened, part, forward_only=forward_only))
                 self.fp8.end_flush()
         opened.reduced = reduce
-
-    def _arguments(self, opened: OpenStep, batch: Microbatches, *, forward_only: bool = False) -> dict[str, Any]:
-        """The arguments of a forward_backward_func that runs one flush over `batch`."""
-        needs_each = bool(batch.dummies) or self.probe is not None  # single micro-batches are followed
-        interleaves = self.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
-        for chunk in self.chunks:
-            chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-        observers: list[object] = [self.observer.trace, self.fp8]
-        self.backend.sums.begin_flush(batch.first, batch.first + len(batch))
-        observers.append(self.backend.sums)
-        if self._seeds.may_be_needed(batch.forward_step_func):
-            observers.append(self._seeds)
-        self._side_losses.begin_flush(batch)
-        if not interleaves:
-            observers.append(self._side_losses)
-        if self.probe is not None:
-            observers.append(self.probe)
-        if not forward_only:
-            self.observer.last_microbatch = batch.first + len(batch) - 1
-            observers.append(self.observer)
-        more: dict[str, Any] = {}
-        if isinstance(self.schedule, ForwardBackward):
-            more = {"backend": self.backend, "defer_weight_grads": self.probe is None}
-            if batch.lengths is not None:
-                more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
-        return {
-            "forward_step_func": ForwardStep(batch, opened.divisor, opened.tally, self.chunks, observers),
-            "data_iterator": batch.iterators(len(self.chunks)),
-            "model": self.chunks,
-            "num_microbatches": len(batch),
-            "forward_only": forward_only,
-            "p2p_communicator": self._p2p,
-            "pg_collection": self.groups.collection,
-            **sent_shape(self.chunks, self.batch),
-            **more,
-        }
 
     def reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
@@ -314,15 +275,15 @@ class TrainStep:
         norm, sums, is_unusual = grad_norm.global_norm(
             self.backend,
             self.groups,
-            along=self._own_sums(opened),
-            flag=torch.stack(self._faults(opened.tally)).sum(),
+            along=world_sums.own_sums(self, opened),
+            flag=torch.stack(world_sums.faults(self, opened.tally)).sum(),
             overflow=self.fp8.overflow(),
         )
         self.observer.phase("verdict")
-        attempt = self._attempt_of(opened, norm, sums)
+        attempt = world_sums.attempt_of(self, opened, norm, sums)
         if is_unusual:
             try:
-                attempt = self._with_faults(opened, attempt)
+                attempt = world_sums.with_faults(self, opened, attempt)
             except MegaaccumError:
                 self.roll_back(opened)
                 raise
@@ -355,7 +316,7 @@ class TrainStep:
         without what the observer has measured."""
         self.observer.phase("report")
         self.recovery.conclude(verdict)
-        self._last_weight = verdict.weight / self.batch.global_batch_size
+        self.last_weight = verdict.weight / self.batch.global_batch_size
         result = StepResult(
             step=opened.step,
             loss=verdict.loss,
@@ -367,21 +328,11 @@ class TrainStep:
             sanitized=verdict.num_zeroed + verdict.num_dropped,
             note=". ".join(filter(None, (opened.note, verdict.note))),
             stop=stop,
-            reports=verdict.reports | self._noise_report(verdict),
-            per_microbatch=self._reports.per_microbatch(opened.tally),
+            reports=verdict.reports | world_sums.noise_report(self, verdict),
+            per_microbatch=self.reports.per_microbatch(opened.tally),
             expert_loads=self._experts.loads(opened.expert_counts),
         )
         return self.transaction.commit(result, self.backend.param_groups)
-
-    def _noise_report(self, verdict: Attempt) -> dict[str, float]:
-        """The gradient noise scale, if it is asked for and the step counted."""
-        if self.noise_scale is None or verdict.skip:
-            return {}
-        factor = verdict.factor / self.backend.reduction_divisor
-        size = self.batch.global_batch_size
-        return self.noise_scale.report(
-            verdict.noise, norm=verdict.norm, weight=verdict.weight, factor=factor, batch=size
-        )
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""
@@ -408,7 +359,8 @@ class TrainStep:
                 so_far = 0 if self.opened is None else self.opened.num_microbatches
                 last = so_far + len(batch) == self.batch.num_microbatches
             opened = self.opened or self.open(
-                self.transaction.step + 1 if step is None else step, self.divisor_of([batch], total, alone=last)
+                self.transaction.step + 1 if step is None else step,
+                world_sums.divisor_of(self, [batch], total, alone=last),
             )
             self.opened = None  # a flush that fails leaves no open step
             opened.calls.append(batch)
@@ -439,7 +391,7 @@ class TrainStep:
         if self.backend.sums.in_one_order:
             raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
         if self.opened is None:
-            self.opened = self.open(self.transaction.step + 1, lambda: self._divisor_at_commit(expected))
+            self.opened = self.open(self.transaction.step + 1, lambda: world_sums.divisor_at_commit(self, expected))
         if self.opened.reduced:
             self.backend.resume_accumulation()
             self.opened.reduced = False
@@ -492,7 +444,7 @@ class TrainStep:
         any rank is raised on every rank."""
         self._agree_on_call("evaluate", problem, num_microbatches=len(microbatches))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight = sums_over_ranks(self._counted(tally.sums()))
+        total, weight = sums_over_ranks(world_sums.counted(self.groups, tally.sums()))
         return total / (weight or 1.0), weight
 
     def gradient(
@@ -511,10 +463,10 @@ class TrainStep:
         try:
             found = self._whole(microbatches)
             number = self.transaction.step + 1 if step is None else step
-            opened = self.open(number, self.divisor_of([found], alone=True))
+            opened = self.open(number, world_sums.divisor_of(self, [found], alone=True))
             opened.calls.append(found)
             self.observer.phase("forward_backward")
-            with self._seeds.numbered(sample_index):
+            with self.seeds.numbered(sample_index):
                 self.flush(opened, found, reduce=True)
             return self.reduce_and_measure(opened)
         finally:
@@ -542,80 +494,3 @@ class TrainStep:
         return agreement.on_call(
             call, plan=self.plan, groups=self.groups, digest=self._digest, calls=calls, problem=problem, **facts
         )
-
-    # --- the divisor ---
-
-    def divisor_of(
-        self, calls: Sequence[Microbatches], total: float | None = None, *, alone: bool
-    ) -> Callable[[], Divisor]:
-        """The divisor of a step; its weights are on their way until it is called. total: N if the caller knows it.
-        alone: no further call is expected, so the weights of `calls` are all."""
-        divide = partial(Divisor.known, reduction_divisor=self.backend.reduction_divisor)
-        if total is not None:
-            everyone = self.batch.num_microbatches * self.groups.dp.size()
-            return lambda: divide(total, everyone)
-        weights = [each.weights for each in calls]
-        if not alone or any(each is None for each in weights):
-            return lambda: self._divisor_at_commit(calls[0].expected)
-        known = [weight for each in weights for weight in each or ()]
-        count = sum(len(each) - len(each.dummies) for each in calls)
-        spread = spread_over_batch(self.plan, self.groups, len(known))
-        summed = post_total_weight(known, count, self.groups, spread)
-        return lambda: divide(*summed())
-
-    def _divisor_at_commit(self, expected: float | None) -> Divisor:
-        """The divisor of a step whose weight is not known before its end, which is about that of the last step, or as
-        `expected` of each micro-batch."""
-        nominal, batch = None, self.batch
-        if self.recovery.scaler is not None:
-            expected = expected or float(batch.micro_batch_size * batch.seq_length)
-            nominal = (self._last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
-        return Divisor.at_commit(reduction_divisor=self.backend.reduction_divisor, nominal=nominal)
-
-    # --- sums over the world at the end of a step, along with the squares of the norm ---
-
-    def _counted(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
-        return sums if self.groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
-
-    def _own_sums(self, opened: OpenStep) -> list[torch.Tensor]:
-        """This rank's share of the loss, of N if that is not known yet, and of each report."""
-        tally = opened.tally
-        sums = tally.sums() if opened.divisor.total is None else [tally.total(tally.losses)]
-        noise = [] if self.noise_scale is None else self.noise_scale.own_sums(tally.weights)
-        return [*noise, *self._counted([*sums, *self._reports.sums(tally)])]
-
-    def _faults(self, tally: Tally) -> list[torch.Tensor]:
-        """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
-        scalars on its device."""
-        zero = self.recovery.zero
-        zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
-        parts = [*self._counted([*tally.faults(), self._reports.unknown_names(tally)]), zeroed]
-        return [part.to(cpu.device(), torch.float64) for part in parts]
-
-    def _attempt_of(self, opened: OpenStep, norm: float, sums: Sequence[float]) -> Attempt:
-        """The attempt, from the norm and the sums over the world of each rank's `_own_sums`."""
-        count = 0 if self.noise_scale is None else 2
-        noise, (loss, *rest) = tuple(sums[:count]), sums[count:]
-        weight = opened.divisor.total if opened.divisor.total is not None else rest.pop(0)
-        factor = opened.divisor.at_end(weight) / self.backend.loss_scale
-        reports = self._reports.reduced(rest)
-        return Attempt(
-            loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports, noise=noise
-        )
-
-    def _with_faults(self, opened: OpenStep, attempt: Attempt) -> Attempt:
-        """`attempt` with reports of new names, and zeroed elements. Raises a problem of any rank, and StepError for
-        weights that are negative or not numbers. Collective over the world."""
-        tally = opened.tally
-        bad, problem, unknown, zeroed = sums_over_ranks(self._faults(tally))
-        if problem:
-            raise_together(tally.problem)
-        if bad:
-            text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
-            raise printed_once(StepError(text))
-        reports = attempt.reports
-        if unknown:
-            self._reports.register(tally)
-            reports = self._reports.reduced(sums_over_ranks(self._counted(self._reports.sums(tally))))
-        return replace(attempt, reports=reports, num_zeroed=int(zeroed))

@@ -23,13 +23,13 @@ from tests.support.parity import (
 STEPS = 20
 CLIP = 0.5
 # No biases: the gradient of a key's bias is zero but for rounding, and Adam divides the rounding by its own size.
-MODEL = f"--num_layers 4 --clip_grad {CLIP} --no_add_bias_linear --normalization RMSNorm --swiglu"
+MODEL = f"--clip_grad {CLIP} --no_add_bias_linear --normalization RMSNorm --swiglu"
 LAYOUTS = [
-    Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 2", MODEL),
+    Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
     Case(
         4,
         "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel "
-        "--grad_accum_steps 2 --pp_microbatches 4",
+        "--grad_accum_steps 4 --pp_microbatches 4",
         MODEL,
     ),
 ]
@@ -97,10 +97,10 @@ def _vector(numbers: list[float]) -> torch.Tensor:
 
 def test_twenty_clipped_adamw_steps():
     by_rank = run_ranks(train, 4, LAYOUTS, timeout=200)
-    (batch,) = {case.plan().batch.global_batch_size for case in LAYOUTS}
-    exact, cuts = run_ranks(train_in_one_process, 1, MODEL, batch, "fp64")[0]
-    single, _ = run_ranks(train_in_one_process, 1, MODEL, batch, "fp32")[0]
-    for ranks in zip(*by_rank, strict=True):
+    for case, ranks in zip(LAYOUTS, zip(*by_rank, strict=True), strict=True):
+        batch = case.plan().batch.global_batch_size
+        exact, cuts = run_ranks(train_in_one_process, 1, MODEL, batch, "fp64")[0]
+        single, _ = run_ranks(train_in_one_process, 1, MODEL, batch, "fp32")[0]
         assert min(exact.norms) > CLIP, "clipping has to be active in every step"
         assert exact.losses[-1] < exact.losses[0]
         assert {name for rank in ranks for name in rank.weights} == exact.weights.keys()

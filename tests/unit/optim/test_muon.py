@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megaaccum.config import resolve
-from megaaccum.engine import optimizer_of
 from megaaccum.errors import ConfigError
+from megaaccum.optim.chosen import optimizer_of
 from megaaccum.optim.muon import Muon, Part
 from megaaccum.pretrain.interop.load import load
 from megaaccum.sharding.ownership import Held

@@ -1,0 +1,57 @@
+"""The optimizer of an engine: a user's own, AdamW by the plan, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.errors import ConfigError
+from megaaccum.model import names
+from megaaccum.optim import adamw
+
+if TYPE_CHECKING:
+    from megaaccum.config import Plan
+
+OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes a torch optimizer over this rank's parameters, `torch.optim.AdamW` or a lambda around it."""
+
+
+def no_optimizer(plan: Plan) -> torch.optim.Optimizer:
+    """The optimizer of an engine that trains nothing, over nothing. Raises ConfigError for a backend that wraps one."""
+    if plan.config.sharding.backend not in ("ddp", "fsdp2"):
+        raise ConfigError(
+            f"the model has no trained parameter, and backend {plan.config.sharding.backend} shards by an optimizer:"
+            " set backend to fsdp2 (parameters are sharded) or ddp (they are whole)"
+        )
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+    """A torch optimizer over the trained parameters, made by `factory`, else AdamW by the plan. Raises ConfigError
+    without an lr, and where a rank trains nothing."""
+    if factory is None and not plan.config.optimizer.lr:
+        raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
+    if factory is None:
+        return adamw.build(plan, chunks)
+    keys = plan.config.optimizer
+    if keys.optimizer == "muon":
+        raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
+    if keys.lr_mult or keys.wd_mult:
+        raise ConfigError(
+            "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
+        )
+    return factory(raise_on_all_ranks(_trained, chunks))
+
+
+def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer is given. Raises ConfigError without any: none of the backends starts there."""
+    params = [param for _, param in names.named_parameters(chunks)]
+    if trained := [param for param in params if param.requires_grad]:
+        return trained
+    raise ConfigError(
+        f"all {len(params)} parameters of this pipeline rank are frozen, and each rank has to train some: cut the model"
+        " so that each stage has a trained parameter"
+    )

@@ -1,0 +1,52 @@
+"""The call of a pipeline schedule: its arguments, and who observes its passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megaaccum.executor.entry import ForwardBackward
+from megaaccum.model.packed_rows import sent_shape
+from megaaccum.step.forward_step import ForwardStep
+
+if TYPE_CHECKING:
+    from megaaccum.step.microbatches import Microbatches
+    from megaaccum.step.train_step import OpenStep, TrainStep
+
+
+def flush_arguments(
+    steps: TrainStep, opened: OpenStep, batch: Microbatches, *, forward_only: bool = False
+) -> dict[str, Any]:
+    """The arguments of a forward_backward_func that runs one flush over `batch`."""
+    needs_each = bool(batch.dummies) or steps.probe is not None  # single micro-batches are followed
+    interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
+    for chunk in steps.chunks:
+        chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
+    observers: list[object] = [steps.observer.trace, steps.fp8]
+    steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
+    observers.append(steps.backend.sums)
+    if steps.seeds.may_be_needed(batch.forward_step_func):
+        observers.append(steps.seeds)
+    steps.side_losses.begin_flush(batch)
+    if not interleaves:
+        observers.append(steps.side_losses)
+    if steps.probe is not None:
+        observers.append(steps.probe)
+    if not forward_only:
+        steps.observer.last_microbatch = batch.first + len(batch) - 1
+        observers.append(steps.observer)
+    more: dict[str, Any] = {}
+    if isinstance(steps.schedule, ForwardBackward):
+        more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
+        if batch.lengths is not None:
+            more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
+    return {
+        "forward_step_func": ForwardStep(batch, opened.divisor, opened.tally, steps.chunks, observers),
+        "data_iterator": batch.iterators(len(steps.chunks)),
+        "model": steps.chunks,
+        "num_microbatches": len(batch),
+        "forward_only": forward_only,
+        "p2p_communicator": steps.p2p,
+        "pg_collection": steps.groups.collection,
+        **sent_shape(steps.chunks, steps.batch),
+        **more,
+    }

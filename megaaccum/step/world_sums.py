@@ -1,0 +1,123 @@
+"""Sums over the world: N before a step, and at its end, along with the squares of the norm, the loss functions' values.
+
+Functions on a TrainStep and its OpenStep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.errors import StepError
+from megaaccum.platform import cpu
+from megaaccum.step.loss import Divisor, Tally, post_total_weight, spread_over_batch, sums_over_ranks
+from megaaccum.step.recovery import Attempt
+
+if TYPE_CHECKING:
+    from megaaccum.distributed.groups import Groups
+    from megaaccum.step.microbatches import Microbatches
+    from megaaccum.step.train_step import OpenStep, TrainStep
+
+
+# --- N ---
+
+
+def divisor_of(
+    steps: TrainStep, calls: Sequence[Microbatches], total: float | None = None, *, alone: bool
+) -> Callable[[], Divisor]:
+    """The divisor of a step; its weights are on their way until it is called. total: N if the caller knows it.
+    alone: no further call is expected, so the weights of `calls` are all."""
+    divide = partial(Divisor.known, reduction_divisor=steps.backend.reduction_divisor)
+    if total is not None:
+        everyone = steps.batch.num_microbatches * steps.groups.dp.size()
+        return lambda: divide(total, everyone)
+    weights = [each.weights for each in calls]
+    if not alone or any(each is None for each in weights):
+        return lambda: divisor_at_commit(steps, calls[0].expected)
+    known = [weight for each in weights for weight in each or ()]
+    count = sum(len(each) - len(each.dummies) for each in calls)
+    spread = spread_over_batch(steps.plan, steps.groups, len(known))
+    summed = post_total_weight(known, count, steps.groups, spread)
+    return lambda: divide(*summed())
+
+
+def divisor_at_commit(steps: TrainStep, expected: float | None) -> Divisor:
+    """The divisor of a step whose weight is not known before its end, which is about that of the last step, or as
+    `expected` of each micro-batch."""
+    nominal, batch = None, steps.batch
+    if steps.recovery.scaler is not None:
+        expected = expected or float(batch.micro_batch_size * batch.seq_length)
+        nominal = (steps.last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+    return Divisor.at_commit(reduction_divisor=steps.backend.reduction_divisor, nominal=nominal)
+
+
+# --- at the end of a step ---
+
+
+def counted(groups: Groups, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's share of sums over the world: ranks of one tp group have the same, and the first counts."""
+    return sums if groups.tp.rank() == 0 else [torch.zeros_like(each) for each in sums]
+
+
+def own_sums(steps: TrainStep, opened: OpenStep) -> list[torch.Tensor]:
+    """This rank's share of the loss, of N if that is not known yet, and of each report."""
+    tally = opened.tally
+    sums = tally.sums() if opened.divisor.total is None else [tally.total(tally.losses)]
+    noise = [] if steps.noise_scale is None else steps.noise_scale.own_sums(tally.weights)
+    return [*noise, *counted(steps.groups, [*sums, *steps.reports.sums(tally)])]
+
+
+def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
+    """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
+    scalars on its device."""
+    zero = steps.recovery.zero
+    zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
+    parts = [*counted(steps.groups, [*tally.faults(), steps.reports.unknown_names(tally)]), zeroed]
+    return [part.to(cpu.device(), torch.float64) for part in parts]
+
+
+def attempt_of(steps: TrainStep, opened: OpenStep, norm: float, sums: Sequence[float]) -> Attempt:
+    """The attempt, from the norm and the sums over the world of each rank's `own_sums`."""
+    count = 0 if steps.noise_scale is None else 2
+    noise, (loss, *rest) = tuple(sums[:count]), sums[count:]
+    weight = opened.divisor.total if opened.divisor.total is not None else rest.pop(0)
+    factor = opened.divisor.at_end(weight) / steps.backend.loss_scale
+    reports = steps.reports.reduced(rest)
+    return Attempt(
+        loss=loss / (weight or 1.0), weight=weight, norm=norm * factor, factor=factor, reports=reports, noise=noise
+    )
+
+
+def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt:
+    """`attempt` with reports of new names, and zeroed elements. Raises a problem of any rank, and StepError for weights
+    that are negative or not numbers. Collective over the world."""
+    tally = opened.tally
+    bad, problem, unknown, zeroed = sums_over_ranks(faults(steps, tally))
+    if problem:
+        raise_together(tally.problem)
+    if bad:
+        text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
+        raise printed_once(StepError(text))
+    reports = attempt.reports
+    if unknown:
+        steps.reports.register(tally)
+        reports = steps.reports.reduced(sums_over_ranks(counted(steps.groups, steps.reports.sums(tally))))
+    return replace(attempt, reports=reports, num_zeroed=int(zeroed))
+
+
+def noise_report(steps: TrainStep, verdict: Attempt) -> dict[str, float]:
+    """The gradient noise scale, if it is asked for and the step counted."""
+    if steps.noise_scale is None or verdict.skip:
+        return {}
+    return steps.noise_scale.report(
+        verdict.noise,
+        norm=verdict.norm,
+        weight=verdict.weight,
+        factor=verdict.factor / steps.backend.reduction_divisor,
+        batch=steps.batch.global_batch_size,
+    )
