@@ -92,10 +92,10 @@ def tame_gloo() -> None:
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Context in which threads start under SCHED_BATCH, whose waking preempts nobody; this thread gets its own policy
+    """Context in which threads start under SCHED_BATCH, which preempt no other thread when they wake; this thread gets its own policy
     back."""
     before = os.sched_getscheduler(0)
-    if before != os.SCHED_OTHER:  # somebody chose it
+    if before != os.SCHED_OTHER:  # chosen for this process
         yield
         return
     with contextlib.suppress(OSError):  # a container may forbid it: then gloo is only slower
