@@ -149,7 +149,7 @@ def test_an_interrupted_build_of_orders_leaves_none(tmp_path, corpus, monkeypatc
 
 
 class Planted:
-    """An object that leaves a file behind if it is unpickled."""
+    """An object that makes a file if it is unpickled."""
 
     def __init__(self, at: Path):
         self.at = at
