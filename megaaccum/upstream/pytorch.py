@@ -92,8 +92,8 @@ def tame_gloo() -> None:
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Context in which threads start under SCHED_BATCH, so that they preempt no other when they wake; this thread gets its
-    own policy back."""
+    """Context in which threads start under SCHED_BATCH, so that they preempt no other when they wake. This thread gets
+    its own policy back."""
     before = os.sched_getscheduler(0)
     if before != os.SCHED_OTHER:  # chosen for this process
         yield
