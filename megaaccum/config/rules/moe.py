@@ -34,7 +34,7 @@ def layer_pattern(subject: Subject) -> Iterator[str]:
 def router(subject: Subject) -> Iterator[str]:
     """The router picks among the experts and has one way to score."""
     model, experts = subject.model, subject.model.num_experts
-    if experts is None:
+    if not experts:
         return
     if model.moe_router_topk > experts:
         yield f"moe_router_topk {model.moe_router_topk} is more than num_experts {experts}: set it to {experts}."
@@ -159,3 +159,16 @@ def shared_experts(subject: Subject) -> Iterator[str]:
     model = subject.model
     if model.num_experts and model.moe_shared_expert_intermediate_size and model.add_bias_linear:
         yield "moe_shared_expert_intermediate_size needs linear layers without biases: set add_bias_linear to false."
+
+
+def gathered_tokens(subject: Subject) -> Iterator[str]:
+    """Megatron-core's allgather dispatcher gathers as many tokens from every rank of the experts."""
+    model, parallel = subject.model, subject.parallel
+    ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
+    gathers = model.num_experts is not None and model.moe_token_dispatcher_type == "allgather" and ranks > 1
+    if gathers and subject.batch.variable_seq_lengths:
+        yield (
+            f"moe_token_dispatcher_type allgather gathers as many tokens from each of {ranks} ranks, but"
+            " variable_seq_lengths lets them differ: set moe_token_dispatcher_type to alltoall, or variable_seq_lengths"
+            " to false and pad to seq_length."
+        )

@@ -169,5 +169,14 @@ BROKEN: list[Case] = [
         EXPERTS | dict(moe_ffn_hidden_size=63, tensor_model_parallel_size=2, sequence_parallel=True),
         ["moe_ffn_hidden_size 63", "62 or 64"],
     ),
+    (
+        "gathered_tokens",
+        2,
+        dict(
+            num_experts=8, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather",
+            variable_seq_lengths=True,
+        ),
+        ["each of 2 ranks", "moe_token_dispatcher_type to alltoall"],
+    ),
     ("shared_experts", 1, dict(num_experts=8, moe_shared_expert_intermediate_size=64), ["add_bias_linear to false"]),
 ]  # fmt: skip

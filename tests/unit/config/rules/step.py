@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, GLOBAL, SAME, Case
+from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, GLOBAL, PP2, SAME, Case
 
 BROKEN: list[Case] = [
     (
@@ -79,6 +79,18 @@ BROKEN: list[Case] = [
     ("static_graph", 1, dict(static_graph=True, short_batch="drop"), ["short_batch drop"]),
     ("static_graph", 1, dict(static_graph=True, nonfinite="drop_microbatch"), ["nonfinite drop_microbatch"]),
     ("static_graph", 1, dict(static_graph=True, num_experts=4), ["num_experts 4", "moe_expert_capacity_factor"]),
+    (
+        "noise_scale",
+        2,
+        dict(noise_scale_window=10, tensor_model_parallel_size=2),
+        ["noise_scale_window 10", "tensor_model_parallel_size 2", "Set it to 1"],
+    ),
+    (
+        "noise_scale",
+        2,
+        PP2 | dict(noise_scale_window=10, schedule="zb-h1", untie_embeddings_and_output_weights=True),
+        ["schedule zb-h1", "1f1b or interleaved"],
+    ),
     (
         "capacity",
         1,
