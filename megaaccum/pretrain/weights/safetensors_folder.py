@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import sync
-from megaaccum.texts import parse_json, read_text
+from megaaccum.texts import parse_json, read_text, regular_file
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """The dtypes of weights, by their names in a safetensors file."""
@@ -48,6 +48,7 @@ class Weights:
         if not path.exists():
             raise CheckpointError(f"{path} is missing, which {path.parent / INDEX} names")
         try:
+            os.close(regular_file(path))  # the library would wait for the writer of a pipe
             opened: Any = safe_open(path, framework="pt")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         except (SafetensorError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def test_an_altered_tensor_is_named(tmp_path):
     content[-1] ^= 1
     path.write_bytes(content)
     assert Weights(tmp_path / "model").altered() == [f"b in {path} is not what was exported (SHA-256)"]
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path):
+    written(tmp_path / "model", {"a": torch.zeros(8)})
+    path = tmp_path / "model" / safetensors_folder.SINGLE
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="it is not a regular file"):
+        Weights(tmp_path / "model")
 
 
 def test_a_shared_head_may_be_written_twice_but_not_otherwise(tmp_path):
