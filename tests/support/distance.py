@@ -122,7 +122,8 @@ def own_part(name: str, part: torch.Tensor, rank: Gradient, exact: Reference) ->
         return full
     axis, gated = exact.cuts[name].axis, exact.cuts[name].gated
     size = full.shape[axis] // shape[axis]
-    return cut(full, Piece(name, part, 0, rank.tp_rank, size, axis, gated)).view(shape)
+    # An expert that fewer ranks cut than a dense matrix: those of a tensor-parallel group take turns.
+    return cut(full, Piece(name, part, 0, rank.tp_rank % size, size, axis, gated)).view(shape)
 
 
 def total_error(ranks: list[Gradient], exact: Reference) -> float:

@@ -31,6 +31,7 @@ MODES = {"ZeRO-1": "--zero_stage 1 ", "ZeRO-2": "--zero_stage 2 "} | SYNC_MODES
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP = "--tensor_model_parallel_size 2 --sequence_parallel "
 WHOLE = TP + "--expert_tensor_parallel_size 1 "
+TP4 = "--tensor_model_parallel_size 4 --sequence_parallel "
 CP = "--context_parallel_size 2 "
 SMALL = {"ep2": EP2, "ep2 tp2 etp1": EP2 + WHOLE, "ep2 cp2": EP2 + CP}
 """How experts and sequences are spread over the two ranks of a stage."""
@@ -80,7 +81,7 @@ def _cell(mode: str, schedule: str, spread: str, flags: str, ranks: int, turn: I
     """The cell with the loss, side losses, door and capacity whose turn it is, in float64 if the backend can."""
     side, norm, door, drops = next(turn)
     stage = ranks // (2 if schedule else 1)
-    shared = (2 if TP in flags else 1) * (2 if CP in flags else 1)
+    shared = (4 if TP4 in flags else 2 if TP in flags else 1) * (2 if CP in flags else 1)
     backend = (MODES | REPLICAS)[mode]
     late = door == "loop"  # N comes last: the router rounds its scores to FP32, and a side loss cannot wait for N
     # Megatron sums balancing losses of ranks that share a micro-batch in FP32.
@@ -107,6 +108,8 @@ def table() -> list[Cell]:
     small = [(m, s, name, flags, 4) for m in MODES for s in SCHEDULES for name, flags in SMALL.items()]
     large = [(m, s, name, flags, 8) for m in MODES for s in SCHEDULES for name, flags in LARGE.items()]
     hybrid = [(m, s, name, flags, 8) for m in REPLICAS for s in SCHEDULES for name, flags in REPLICATED.items()]
+    parts = EP2 + TP4 + "--expert_tensor_parallel_size 2 "  # an expert is cut over two of a dense matrix' four ranks
+    small += [(m, "", "ep2 tp4 etp2", parts, 4) for m in MODES]
     # Every other one of the large ones: half of the table's time.
     return [_cell(*each, turn) for each in (*small, *large[::2], *hybrid)]
 

@@ -136,13 +136,12 @@ def replicas(subject: Subject) -> Iterator[str]:
 
 
 def expert_groups(subject: Subject) -> Iterator[str]:
-    """Experts are whole, or cut as the dense matrices are. (Other cuts were not tested.)"""
+    """Experts are whole, or cut over ranks of one tensor-parallel group. (Wider cuts were not tested.)"""
     tp, etp = subject.parallel.tensor_model_parallel_size, subject.parallel.expert_tensor_parallel_size
-    if etp not in (1, tp):
-        either_size = f"1 or {tp}" if tp > 1 else "1"
+    if etp and tp % etp:
         yield (
-            f"expert_tensor_parallel_size {etp} is neither 1 nor tensor_model_parallel_size {tp}: set it to"
-            f" {either_size}."
+            f"expert_tensor_parallel_size {etp} does not divide tensor_model_parallel_size {tp}: set it to"
+            f" {either(nearest_divisors(etp, tp))}."
         )
 
 

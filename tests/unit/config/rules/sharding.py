@@ -77,7 +77,7 @@ BROKEN: list[Case] = [
         EXPERTS | dict(expert_model_parallel_size=4, data_parallel_replicas=2, backend="fsdp2"),
         ["replicas 2", "1 ranks that hold the same experts", "set it to 1"],
     ),
-    ("expert_groups", 4, EXPERTS | TP2 | dict(expert_tensor_parallel_size=4), ["size 4", "1 nor", "1 or 2"]),
+    ("expert_groups", 4, EXPERTS | TP2 | dict(expert_tensor_parallel_size=4), ["size 4", "does not divide", "to 2"]),
     ("cold_experts", 1, dict(cold_expert_offload=True), ["num_experts is not given", "cold_expert_offload to false"]),
     ("without_effect", 1, dict(cold_expert_tokens=5), ["cold_expert_tokens: no effect", "cold_expert_offload to true"]),
     ("without_effect", 1, EXPERTS | dict(cold_expert_steps=5), ["cold_expert_steps: no effect", "leave it out"]),
