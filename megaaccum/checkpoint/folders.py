@@ -159,13 +159,13 @@ def _seal(state: dict[str, Any]) -> str:
 _MAPPINGS = ("lr_schedule", "data", "shape", "transaction", "batch_ramp")
 
 
-def _free(folder: Path) -> str:
-    """The free space for a folder that may not exist yet, as this rank's host reports it."""
+def _free(folder: Path) -> int:
+    """Free bytes for a folder that may not exist yet, as this rank's host reports them; -1 if it does not."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     try:
-        return amount(shutil.disk_usage(there).free)
-    except OSError as error:
-        return f"unknown bytes ({error.strerror})"
+        return shutil.disk_usage(there).free
+    except OSError:
+        return -1
 
 
 class Files:
@@ -176,7 +176,7 @@ class Files:
 
     def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
         self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
-        self._free = _free(folder)  # before anything is written, so that ranks of one host give one message
+        self._free = _free(folder)  # before anything is written
         self._num_bytes = 0
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"
@@ -188,15 +188,17 @@ class Files:
 
     def prepare(self, written: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Create `aside`, empty, for the tensors that this rank writes. Collective over `group`, all ranks: one sum
-        says whether rank 0 failed and how much all ranks write. Raises CheckpointError on every rank."""
+        says whether rank 0 failed, how much all ranks write and how much is free on rank 0's host. Raises
+        CheckpointError on every rank."""
         problem: BaseException | None = None
         try:
             _on_rank0(self._make_empty, f"cannot make the folder {self.aside}")
         except Exception as error:
             problem = error
-        total = torch.tensor([sum(tensor.nbytes for tensor in written), problem is not None])
+        free = self._free if dist.get_rank() == 0 else 0  # a rank that comes later sees what others have written
+        total = torch.tensor([sum(tensor.nbytes for tensor in written), problem is not None, free])
         dist.all_reduce(total, group=group)
-        self._num_bytes = int(total[0])
+        self._num_bytes, self._free = int(total[0]), int(total[2])
         if total[1]:
             raise_together(problem)
 
@@ -211,7 +213,8 @@ class Files:
         current = latest(self._folder)
         still = f"the last good checkpoint is {current}" if current else "there is no earlier checkpoint"
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
-        space = f"{self._free} were free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
+        free = "unknown bytes" if self._free < 0 else amount(self._free)
+        space = f"{free} were free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
         return printed_once(UnwrittenCheckpoint(f"{what} ({space}); {still}"))
 
     def _make_empty(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megaaccum.model import names
+from megaaccum.upstream import fsdp2
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -137,6 +138,7 @@ def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Para
         for unit in units or [None]:
             if unit is not None:
                 unit.unshard()
+                fsdp2.mark_experts(unit)
             for name, param in names.named_parameters([chunk]):
                 if not isinstance(param, DTensor) and id(param) not in seen:
                     seen.add(id(param))

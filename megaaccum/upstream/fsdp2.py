@@ -152,6 +152,14 @@ def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     return found
 
 
+def mark_experts(unit: Any) -> None:
+    """Mark the whole parameters of a gathered unit that are experts', as their shards are: torch 2.13 makes whole
+    parameters without the attributes of those that it cut."""
+    for held in _trained(unit):
+        if hasattr(held.sharded_param, "allreduce"):
+            held._unsharded_param.allreduce = held.sharded_param.allreduce
+
+
 def complete_before_reduction(root: Any, rest: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
     """Before each reduction of a unit of a fully sharded chunk, give each parameter what `rest` returns for it; one
     without any gradient gets zeros in the precision of the sums (FSDP2's own are in the parameter's)."""

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
 from megaaccum.model.gpt_forward import GptForwardStep
-from megaaccum.step import train_step
+from megaaccum.step import train_step, world_sums
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
 from tests.bank.mistake import mistake, replaced, wrapped
@@ -168,7 +168,7 @@ def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
     def own(weights: list[float], count: int, groups: Any, places: Any = None) -> Callable[[], tuple[float, int]]:
         return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
 
-    with replaced(train_step, "post_total_weight", own):
+    with replaced(world_sums, "post_total_weight", own):
         yield
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
+
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
@@ -44,9 +46,10 @@ def test_four_ranks(case, parity):
     parity(case)
 
 
-def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it():
+@pytest.mark.parametrize("backend", ["", "--backend fsdp2 ", "--backend fsdp2 --sync streaming "])
+def test_a_bad_microbatch_does_not_take_the_healthy_one_of_another_rank_with_it(backend):
     """Its tokens are in the gradients of experts on the other rank, too."""
-    case = Case(2, EP + "--pp_microbatches 4 --nonfinite drop_microbatch", MODEL)
+    case = Case(2, EP + backend + "--pp_microbatches 4 --nonfinite drop_microbatch", MODEL)
     ranks = [done for (done,) in run_ranks(attempts, 2, [case], [Fault(1, 1)])]
     assert [result.sanitized for _, result in ranks] == [1, 1]
     assert all("micro-batch 1 of data-parallel rank 1: first in" in result.note for _, result in ranks)

@@ -156,7 +156,7 @@ def test_the_floor_ends_the_run_and_says_what_overflowed_where():
 
 def a_verdict_for_each_rank() -> list[bool]:
     """The skip decided by each rank's own gradient (as in deepspeedai/DeepSpeed#994)."""
-    from megaaccum.step import grad_norm, train_step
+    from megaaccum.step import grad_norm, world_sums
 
     def own(sums: list[torch.Tensor]) -> list[float]:
         return [float(each) for each in sums]
@@ -166,7 +166,7 @@ def a_verdict_for_each_rank() -> list[bool]:
 
     with (
         patch.object(grad_norm, "sums_over_ranks", own),
-        patch.object(train_step, "sums_over_ranks", own),
+        patch.object(world_sums, "sums_over_ranks", own),
         injected([Fault(0, 5)], rig.chunks),
     ):
         return [rig.train(step=2).skipped]

@@ -92,7 +92,7 @@ def without_correction(case: Case) -> Gradient:
         whole.append(post_total_weight(*args)())
         return lambda: whole[0]
 
-    with patch("megaaccum.step.train_step.post_total_weight", keeping_tokens):
+    with patch("megaaccum.step.world_sums.post_total_weight", keeping_tokens):
         return attempt(Rig.of(case), DROPPED)[0]
 
 

@@ -67,7 +67,7 @@ sys.exit(cli.main(["tune", "model.yaml", "--gpus", "4", "--output", "tune", *sys
 def started(folder: Path, *words: str, run: str = RUN) -> subprocess.CompletedProcess[str]:
     (folder / "run.py").write_text(run)
     (folder / "model.yaml").write_text(yaml.safe_dump(MODEL))
-    command = [sys.executable, "-c", TUNE, *(words or ("--top", str(TOP), *WRITTEN))]
+    command = [sys.executable, "-c", TUNE, *(words or ("--top", str(TOP), "--wide", *WRITTEN))]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
 
 
