@@ -108,8 +108,9 @@ class DdpBackend(UnshardedBackend):
         pytorch.add_by_autograd(master, grad)
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """Add a gradient that a W has computed: autograd would copy one that the parameter is given first."""
-        if (master := self._masters.get(id(weight))) is not None:
+        """Add a gradient that a W has computed: autograd would copy one that the parameter is given first. Hooks on the
+        weight, besides the one that hands its gradient to the master, are called by autograd."""
+        if (master := self._masters.get(id(weight))) is not None and pytorch.num_hooks(weight) <= 1:
             self._add_to_master(master, grad)
         else:
             pytorch.add_by_autograd(weight, grad)

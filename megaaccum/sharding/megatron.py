@@ -118,9 +118,9 @@ class MegatronBackend(UnshardedBackend):
                 self._waiting.popitem()[1].close()
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """Add a gradient that a W has computed to Megatron's buffer: autograd would copy it first. Nothing waits for
-        Megatron's own hook on it, because `reduce_chunk` sends the buckets."""
-        if self.sums.in_one_order:
+        """Add a gradient that a W has computed to Megatron's buffer: autograd, which calls the hooks on a weight, would
+        copy it first. Nothing waits for Megatron's own hook on it, because `reduce_chunk` sends the buckets."""
+        if self.sums.in_one_order or pytorch.num_hooks(weight):
             pytorch.add_by_autograd(weight, grad)
         else:
             weight.main_grad.add_(grad)  # type: ignore[attr-defined]

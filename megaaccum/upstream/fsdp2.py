@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megaaccum.upstream import pytorch
 from megaaccum.upstream.adam import own_tensor
 from megaaccum.upstream.lookup import absent, unwritten
 
@@ -104,7 +105,8 @@ class WeightGrads:
         unit, param = self._of[id(weight)]
         while self._reduces and unit not in self._last and unit not in self._left[0]:
             self._reduce(self._left.pop(0))
-        if not self._hooked and param.unsharded_accumulated_grad is not None and weight.grad is None:
+        hooked = self._hooked or pytorch.num_hooks(weight)
+        if not hooked and param.unsharded_accumulated_grad is not None and weight.grad is None:
             param.unsharded_accumulated_grad.add_(grad)  # autograd would copy `grad` first
             return
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape

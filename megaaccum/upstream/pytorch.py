@@ -171,6 +171,12 @@ def ddp_expect_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> None
     ddp.reducer.prepare_for_backward([])
 
 
+def num_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks look at the gradient of `tensor` (`register_hook`) when autograd brings one."""
+    hooks: Any = tensor._backward_hooks
+    return len(hooks or ())
+
+
 def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> OnGradient:
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
     return OnGradient(param, call)

@@ -211,6 +211,7 @@ def test_zero_changes_the_elements_that_are_not_finite_and_no_other():
     zero = "--nonfinite zero --untie_embeddings_and_output_weights "
     layouts = [*(f"--zero_stage {stage}" for stage in (1, 2, 3)), "--sync streaming", "--backend megatron"]
     layouts += ["--backend megatron --schedule zbv", "--backend fsdp2", "--backend fsdp2 --sync streaming"]
+    layouts += ["--backend fsdp2 --schedule zbv", "--backend ddp --schedule zbv"]
     cases = [Case(4, PIPELINE + zero + layout) for layout in layouts]
     cases += [Case(4, PIPELINE + zero, lane="fp64"), Case(4, PIPELINE + zero + "--backend ddp", lane="bf16")]
     for rank, seen in enumerate(run_ranks(one_element, 4, cases, timeout=150)):
