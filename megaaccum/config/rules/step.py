@@ -135,7 +135,7 @@ def noise_scale(subject: Subject) -> Iterator[str]:
         f"context_parallel_size {cp}": (cp > 1, "ranks have the gradients of pieces of sequences", "it to 1"),
         f"expert_model_parallel_size {ep}": (ep > 1, "experts mix the tokens of several ranks", "it to 1"),
         f"schedule {subject.schedule}": (
-            subject.schedule not in ("none", "gpipe", "1f1b", "interleaved"),
+            by_executor(subject.schedule),
             "weight gradients come apart from their micro-batch", "it to 1f1b or interleaved",
         ),
         f"{untied} false with a pipeline": (
