@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_layouts import (
     BF16,
     EXPERTS,
@@ -17,7 +16,7 @@ from tests.multiproc.test_layouts import (
     one_process,
     row,
 )
-from tests.support.layouts import Outcome, outcomes
+from tests.support.layouts import Outcome, outcomes_by_case
 from tests.support.parity import Case
 
 ROWS = [
@@ -49,10 +48,7 @@ THREE = [
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
-    found: dict[Case, Outcome] = {}
-    for ranks, rows in ((4, ROWS), (4, OWN_ROWS), (3, THREE)):
-        found |= zip(rows, run_ranks(outcomes, ranks, rows, STEPS, timeout=150)[0], strict=True)
-    return found
+    return outcomes_by_case([(4, ROWS), (4, OWN_ROWS), (3, THREE)], STEPS)
 
 
 @pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)

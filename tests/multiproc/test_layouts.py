@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import layouts
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.layouts import MODEL, OWN, Outcome, outcomes
+from tests.support.layouts import MODEL, OWN, Outcome, outcomes, outcomes_by_case
 from tests.support.parity import Case
 
 SAME = "--reproducible layout "
@@ -226,10 +226,7 @@ def one_process(model: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
-    found: dict[Case, Outcome] = {}
-    for ranks, rows in ((4, ROWS), (4, OWN_ROWS), (3, THREE)):
-        found |= zip(rows, run_ranks(outcomes, ranks, rows, STEPS, timeout=150)[0], strict=True)
-    return found
+    return outcomes_by_case([(4, ROWS), (4, OWN_ROWS), (3, THREE)], STEPS)
 
 
 @pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.layouts import digest, gathered, state_of
+from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import VOCAB, Case, Gradient, Rig
 
 if TYPE_CHECKING:
@@ -62,3 +64,11 @@ def outcome_of(losses: list[float], norms: list[float], gradient: Gradient, back
 
 def outcomes(cases: list[Case], steps: int) -> list[Outcome]:
     return [outcome(case, steps) for case in cases]
+
+
+def outcomes_by_case(starts: Sequence[tuple[int, list[Case]]], steps: int) -> dict[Case, Outcome]:
+    """The outcome of each case. starts: numbers of ranks, and the cases that one start of them takes."""
+    found: dict[Case, Outcome] = {}
+    for ranks, cases in starts:
+        found |= zip(cases, run_ranks(outcomes, ranks, cases, steps, timeout=150)[0], strict=True)
+    return found
