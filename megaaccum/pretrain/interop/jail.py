@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from megaaccum.errors import ConfigError
 
 RECORDS, TOOLS = Path("/megaaccum/records"), Path("/megaaccum/tools")
@@ -34,16 +36,12 @@ ENTRIES, COPIED, COPIED_FILE, BOUND = 20_000, 64 << 20, 1 << 20, 400
 """Limits on a project: files and folders; bytes that are copied in all and of one file; larger files, which are bound
 read-only."""
 
-_SYSTEM = ("/usr", "/opt", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_ETC = (
-    "alternatives", "bash.bashrc", "bashrc", "environment", "group", "hosts", "ld.so.cache", "ld.so.conf",
-    "ld.so.conf.d", "localtime", "nsswitch.conf", "os-release", "passwd", "profile", "profile.d",
-)  # fmt: skip
+_SYSTEM = "/usr /opt /bin /sbin /lib /lib32 /lib64".split()
+_ETC = """alternatives bash.bashrc bashrc environment group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime
+    nsswitch.conf os-release passwd profile profile.d""".split()
 """The part of /etc that programs need; keys lie there as well."""
 
-_NAMESPACES = (
-    "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session", "--die-with-parent",
-)  # fmt: skip
+_NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --new-session --die-with-parent".split()
 
 _INSIDE = """
 tar -x -f - -C "$1"
@@ -62,9 +60,8 @@ def run(command: Sequence[str], top: Path, tools: Path, left: Path) -> str:
     ConfigError if there is no jail, or the script or its project is beyond a limit."""
     namespaces = bwrap()
     with tempfile.TemporaryFile() as project, tempfile.TemporaryFile() as archive:
-        bound = _pack(top.resolve(), project)
         mounts = [*_mounts(top), "--ro-bind", str(tools), str(TOOLS)]
-        for name in bound:
+        for name in _pack(top.resolve(), project):
             mounts += ["--ro-bind", str(top.resolve() / name), str(top / name)]
         has_git = "git" if (top / ".git").exists() else ""
         limits = ["prlimit", f"--nproc={PROCESSES}", f"--as={MEMORY}", f"--fsize={FILE}", "--core=0", "--"]
@@ -83,19 +80,18 @@ def run_trusted(command: Sequence[str], tools: Path) -> str:
     try:
         return _watched(list(command), _environment(tools) | {"MEGAACCUM_TOOLS": str(tools)}, None, None)
     finally:
-        mark, end = f"MEGAACCUM_TOOLS={tools}".encode(), time.monotonic() + SECONDS
-        while (survivors := list(_marked(mark))) and time.monotonic() < end:
-            for pid in survivors:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + SECONDS
+        while (survivors := list(_marked(tools))) and time.monotonic() < end:
+            for survivor in survivors:
+                with suppress(psutil.NoSuchProcess):
+                    survivor.kill()
 
 
-def _marked(mark: bytes) -> Iterator[int]:
-    """The processes that started with a text in their environment."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # another user's process, or one that has ended
-            if mark in path.read_bytes():
-                yield int(path.parent.name)
+def _marked(tools: Path) -> Iterator[psutil.Process]:
+    """The processes that started with the mark of `run_trusted` in their environment."""
+    for each in psutil.process_iter(["environ"]):
+        if (each.info["environ"] or {}).get("MEGAACCUM_TOOLS") == str(tools):
+            yield each
 
 
 def _environment(tools: Path) -> dict[str, str]:
@@ -105,8 +101,7 @@ def _environment(tools: Path) -> dict[str, str]:
 
 def bwrap() -> list[str]:
     """The words that make the jail's namespaces. Raises ConfigError if this machine has no bubblewrap or refuses it."""
-    path = shutil.which("bwrap")
-    reason = "is not installed"
+    path, reason = shutil.which("bwrap"), "is not installed"
     if path is not None:
         words = [path, *_NAMESPACES]
         probe = subprocess.run([*words, "--ro-bind", "/", "/", "true"], capture_output=True, text=True, check=False)
@@ -124,10 +119,7 @@ def _mounts(top: Path) -> list[str]:
     memory = ["--size", str(WRITTEN), "--tmpfs"]
     words = [*memory, "/"]
     for each in _SYSTEM:
-        if os.path.islink(each):
-            words += ["--symlink", os.readlink(each), each]
-        else:
-            words += ["--ro-bind-try", each, each]
+        words += ["--symlink", os.readlink(each), each] if os.path.islink(each) else ["--ro-bind-try", each, each]
     for name in _ETC:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     # As root, files of /proc/sys and of /dev/shm could be written without any capability.
@@ -208,13 +200,7 @@ def _watched(words: list[str], environment: dict[str, str], source: IO[bytes] | 
 
 
 def _resident(pid: int) -> Iterator[int]:
-    """The resident bytes of each process below `pid`, up to one more than a script may have."""
-    waiting = [str(pid)]
-    for _ in range(PROCESSES + 2):
-        if not waiting:
-            return
-        home = Path("/proc", waiting.pop())
-        with suppress(OSError):
-            yield int((home / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            for children in home.glob("task/*/children"):
-                waiting += children.read_text().split()
+    """The resident bytes of each process below `pid`."""
+    for each in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            yield each.memory_info().rss

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,27 +36,21 @@ class Launch:
     def path(self, name: str) -> Path:
         """The path of a file that the flags name: the one that the script wrote if there is one."""
         path = self.folder / name
-        if self.left is not None:
-            written = self.left / os.path.relpath(os.path.normpath(path), "/")
-            return written if written.exists() else path
+        if self.left and (written := self.left / os.path.relpath(os.path.normpath(path), "/")).exists():
+            return written
         return path
 
 
 MOST_RECORDS, LONGEST_RECORD = 1_000, 1 << 20
 """Limits on what is read of a script's commands."""
 
-LAUNCHERS = ("torchrun", "deepspeed", "ds", "python", "python3", "accelerate", "msrun")
+LAUNCHERS = "torchrun deepspeed ds python python3 accelerate msrun".split()
 """Commands whose words are recorded."""
 
-WRAPPERS = (
-    "srun", "sbatch", "mpirun", "mpiexec", "uv", "nohup", "numactl", "nsys", "singularity", "apptainer", "docker",
-)  # fmt: skip
+WRAPPERS = "srun sbatch mpirun mpiexec uv nohup numactl nsys singularity apptainer docker".split()
 """Commands that start another command, which is among their words."""
 
-SILENT = (
-    "sleep", "wget", "curl", "pip", "pip3", "conda", "nvidia-smi", "scontrol", "ssh", "scp", "rsync", "ds_ssh", "ray",
-    "module", "ml",
-)  # fmt: skip
+SILENT = "sleep wget curl pip pip3 conda nvidia-smi scontrol ssh scp rsync ds_ssh ray module ml".split()
 """Commands of the cluster or the network that succeed and do nothing."""
 
 _RECORDER = """#!/bin/sh
@@ -99,14 +92,6 @@ case "${0##*/}" in sbatch|srun) exec bash -s ;; esac
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A command that the script would have started."""
-
-    folder: str
-    words: list[str]
-
-
 @contextmanager
 def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
     """Run `command` (such as bash train.sh ARGS) with recorders, and yield the one training launch in it. The files
@@ -127,16 +112,11 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
 
 
 def _script_of(command: Sequence[str]) -> Path:
-    """The script among the words of a command: the first that is a file."""
-    if not command:
-        raise ConfigError("--record needs the command that starts training after --, as in --record -- bash train.sh.")
-    for word in command:
-        if Path(word).is_file() and shutil.which(word) is None:
-            return Path(word).absolute()
-    found = next((Path(word).absolute() for word in command if Path(word).is_file()), None)
-    if found is None:
+    """The script among the words of a command: the first that is a file and, if there is one, no program."""
+    files = [word for word in command if Path(word).is_file()]
+    if not files:
         raise ConfigError(f"--record: there is no script among {' '.join(command)}.")
-    return found
+    return Path(next((word for word in files if shutil.which(word) is None), files[0])).absolute()
 
 
 def _write_recorders(folder: Path, records: Path) -> None:
@@ -145,9 +125,8 @@ def _write_recorders(folder: Path, records: Path) -> None:
     scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, _WRAPPER)
     scripts |= dict.fromkeys(SILENT, "#!/bin/sh\n")
     for name, text in scripts.items():
-        path = folder / name
-        path.write_text(text, encoding="utf-8")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
 
 
 def _top(script: Path) -> Path:
@@ -157,14 +136,14 @@ def _top(script: Path) -> Path:
     )
 
 
-def _read_records(folder: Path) -> list[_Record]:
-    """Read the records that a script may have forged: regular files alone, not through links."""
+def _read_records(folder: Path) -> list[list[str]]:
+    """The folder and the words of each command that a script would have started. The script may have forged them:
+    regular files alone are read, not through links."""
     found = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:MOST_RECORDS]:
         if entry.is_file(follow_symlinks=False):
             with open(entry.path, encoding="utf-8", errors="replace") as file:
-                cwd, *words = file.read(LONGEST_RECORD).rstrip("\0").split("\0")
-            found.append(_Record(cwd, words))
+                found.append(file.read(LONGEST_RECORD).rstrip("\0").split("\0"))
     return found
 
 
@@ -174,35 +153,30 @@ _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-c
 """Flags any of which identifies a command as training, whatever the program's name."""
 
 
-def _the_launch(records: list[_Record], script: Path, left: Path | None, output: str) -> Launch:
-    launches = [record for record in records if _OF_TRAINING & set(map(_flag, record.words))]
-    distinct = {tuple(record.words): record for record in launches}
-    if len(distinct) == 1:
-        return _as_launch(next(iter(distinct.values())), script, left)
-    if distinct:
-        programs = "; ".join(" ".join(record.words[:8]) + " ..." for record in distinct.values())
+def _the_launch(records: list[list[str]], script: Path, left: Path | None, output: str) -> Launch:
+    """The one launch of training among the records; its program is the first word that ends in .py."""
+    distinct = {tuple(words): folder for folder, *words in records if _OF_TRAINING & {_flag(word) for word in words}}
+    if len(distinct) > 1:
+        programs = "; ".join(" ".join(words[:8]) + " ..." for words in distinct)
         raise ConfigError(
             f"--record: {script.name} starts training {len(distinct)} times ({programs}): record a script with one."
         )
-    others = f" It started {', '.join(sorted({' '.join(r.words[:3]) for r in records}))}." if records else ""
-    last = f" It ended with: {output.splitlines()[-1]}" if output else ""
-    hidden = f" It sees the system's programs and {_top(script)}: data elsewhere and the home folder are hidden."
-    told = f"{others}{last}{hidden if left else ''}"
-    raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{told}")
+    if not distinct:
+        others = f" It started {', '.join(sorted({' '.join(each[1:4]) for each in records}))}." if records else ""
+        last = f" It ended with: {output.splitlines()[-1]}" if output else ""
+        hidden = f" It sees the system's programs and {_top(script)}: data elsewhere and the home folder are hidden."
+        told = f"{others}{last}{hidden if left else ''}"
+        raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{told}")
+    ((words, folder),) = distinct.items()
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None:
+        raise ConfigError(f"--record: {' '.join(words[:8])} ... names no Python program.")
+    return Launch(words[at], [*words[at + 1 :]], script.name, Path(folder), world_size(words[:at]), left)
 
 
 def _flag(word: str) -> str:
     """The flag of a word such as --num_layers=4, with dashes."""
     return word.split("=")[0].replace("_", "-")
-
-
-def _as_launch(record: _Record, script: Path, left: Path | None) -> Launch:
-    """The launch of a recorded command: the program is the first word that ends in .py."""
-    words = record.words
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None:
-        raise ConfigError(f"--record: {' '.join(words[:8])} ... names no Python program.")
-    return Launch(words[at], words[at + 1 :], script.name, Path(record.folder), world_size(words[:at]), left)
 
 
 def world_size(words: Sequence[str]) -> int | None:
