@@ -6,14 +6,7 @@ Importing this package imports neither torch nor DeepSpeed nor Megatron, and sta
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.errors import (
-    CheckpointError,
-    ConfigError,
-    MegaaccumError,
-    RankDisagreement,
-    ScheduleError,
-    StepError,
-)
+from megaaccum.errors import CheckpointError, ConfigError, MegaaccumError, RankDisagreement, ScheduleError, StepError
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports each name on first use
     from megaaccum import loop as megatron_loop

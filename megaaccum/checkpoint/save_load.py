@@ -136,10 +136,7 @@ class BackgroundSave:
         except CheckpointError as error:
             raise self._files.abandon(error) from error
         writing = dcp.async_save(
-            written,
-            storage_writer=_Writer(self._files.aside),
-            process_group=group,
-            async_stager=_Copies(),
+            written, storage_writer=_Writer(self._files.aside), process_group=group, async_stager=_Copies()
         )
         assert isinstance(writing, Future)
         writing.add_done_callback(self._publish)

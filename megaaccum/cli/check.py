@@ -325,11 +325,7 @@ def _vocabulary(config: Config) -> tuple[int | None, str]:
 
 def _sharding(plan: Plan) -> _Section:
     sharding, at = plan.config.sharding, plan.layout
-    held = {
-        1: "optimizer state",
-        2: "gradients and optimizer state",
-        3: "parameters, gradients and optimizer state",
-    }
+    held = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
     where = {"none": "on the device", "cpu": "in host memory"}
     who = {
         "deepspeed": f"DeepSpeed ZeRO-{sharding.zero_stage} over dp {at.dp}: {held[sharding.zero_stage]};"

@@ -227,12 +227,7 @@ class ForwardBackward:
         """The schedule of this size, proven once."""
         wanted = chunks if self.name == "interleaved" else None
         schedule = build(
-            self.name,
-            pp=pp,
-            num_microbatches=num_microbatches,
-            chunks=wanted,
-            group_size=self._group_size,
-            short=True,
+            self.name, pp=pp, num_microbatches=num_microbatches, chunks=wanted, group_size=self._group_size, short=True
         )
         if schedule.chunks != chunks:
             raise ConfigError(

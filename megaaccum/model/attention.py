@@ -148,13 +148,7 @@ class FusedAttention(MegatronModule):
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
-def by_document(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-) -> Tensor:
+def by_document(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
     """Causal attention inside documents: `attend(query, key, value)` of each document of each row alone, so that scores
     are at most a document's length squared. starts: [batch, sequence] bool in host memory, True where one begins; other
     shapes as FusedAttention's. Rows are split and not sliced, since the backward of a split is one concatenation."""

@@ -30,12 +30,7 @@ from megaaccum.model.machine import check_machine, layer_kind
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu, determinism
 from megaaccum.upstream import megatron
-from megaaccum.upstream.megatron_training import (
-    GPTModelBuilder,
-    GPTModelConfig,
-    HybridModelBuilder,
-    HybridModelConfig,
-)
+from megaaccum.upstream.megatron_training import GPTModelBuilder, GPTModelConfig, HybridModelBuilder, HybridModelConfig
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

@@ -31,10 +31,7 @@ backwards. p2p: receive buffers that are posted and not read yet. host: in host 
 cold experts' gradients.
 """
 
-SUMS = {
-    "parameters": ("parameters_whole", "parameters_shard"),
-    "gradients": ("gradients_whole", "gradients_shard"),
-}
+SUMS = {"parameters": ("parameters_whole", "parameters_shard"), "gradients": ("gradients_whole", "gradients_shard")}
 """Kinds that are the sum of others at one moment."""
 
 _STEPS_APART = 10

@@ -80,11 +80,7 @@ class DeepSpeedBackend:
                 model, data_parallel_group=groups.dp_cp, config_dict_or_path=config, dtype=dtype, mpu=Mpu(groups)
             )
         self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=config,
-            mpu=Mpu(groups),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=config, mpu=Mpu(groups), dist_init_required=False
         )
         self._all_params = list(model.parameters())
         self.sums = MicrobatchSums.from_plan(plan, groups)

@@ -85,10 +85,7 @@ def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
         )
     elif built is not None:
         layout = plan.layout
-        for name, size in (
-            ("expert_model_parallel_size", layout.ep),
-            ("expert_tensor_parallel_size", layout.etp),
-        ):
+        for name, size in (("expert_model_parallel_size", layout.ep), ("expert_tensor_parallel_size", layout.etp)):
             if getattr(config, name) != size:
                 yield (
                     f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make"

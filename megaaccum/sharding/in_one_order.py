@@ -220,10 +220,7 @@ def all_reduce_hook(
 
 
 def others_like(
-    flat: torch.Tensor,
-    params: Sequence[torch.nn.Parameter],
-    views: Sequence[torch.Tensor],
-    sums: AnyOrder,
+    flat: torch.Tensor, params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor], sums: AnyOrder
 ) -> list[torch.Tensor]:
     """OtherSums of `flat`, in which the gradient of each of `params` is one of `views`."""
     if sums.num_parts == 1:

@@ -32,12 +32,7 @@ class PartitionReducer:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        *,
-        order: Order | None,
-        sums: AnyOrder | None = None,
+        self, group: dist.ProcessGroup, dtype: torch.dtype, *, order: Order | None, sums: AnyOrder | None = None
     ):
         self._group = group
         self._dtype = dtype

@@ -103,11 +103,7 @@ class Recovery:
             self.scaler.update(verdict.overflow)
 
     def _judge(
-        self,
-        step: int,
-        attempt: Attempt,
-        look: Callable[[], Findings | None],
-        without: Callable[[Findings], Attempt],
+        self, step: int, attempt: Attempt, look: Callable[[], Findings | None], without: Callable[[Findings], Attempt]
     ) -> Attempt:
         if attempt.is_empty:
             return replace(attempt, skip=True, bad=True, note="every token of the step is masked")

@@ -30,14 +30,7 @@ from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
 from megaaccum.step import agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
-from megaaccum.step.loss import (
-    Divisor,
-    ForwardStepFunc,
-    ReportReducer,
-    Tally,
-    spread_over_batch,
-    sums_over_ranks,
-)
+from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch, sums_over_ranks
 from megaaccum.step.microbatches import Microbatches, read_batch, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.result import StepResult

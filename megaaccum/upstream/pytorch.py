@@ -189,10 +189,7 @@ class OnGradient:
 
     def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
         self._call, self._came = call, False
-        self._handles = (
-            param.register_hook(self._comes),
-            param.register_post_accumulate_grad_hook(self._added),
-        )
+        self._handles = (param.register_hook(self._comes), param.register_post_accumulate_grad_hook(self._added))
 
     def _comes(self, grad: torch.Tensor | None) -> None:
         self._came = grad is not None

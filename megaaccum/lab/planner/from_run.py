@@ -39,8 +39,7 @@ def fitted_to(workload: Workload, path: str, *, file: str | os.PathLike[str] | N
     name = workload.hardware.name
     per_node = workload.hardware.links.gpus_per_node
     return replace(
-        workload,
-        hardware=load_hardware(name, file=file, gpus_per_node=per_node, slower=(measured / predicted, source)),
+        workload, hardware=load_hardware(name, file=file, gpus_per_node=per_node, slower=(measured / predicted, source))
     )
 
 

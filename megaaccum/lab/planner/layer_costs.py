@@ -294,10 +294,7 @@ def _with_heads(kinds: dict[str, LayerCost]) -> dict[str, LayerCost]:
     layer, heads = kinds[PREDICTION], kinds[HEAD]
     half = {name: getattr(heads, name) / 2 for name in _COSTS}
     more = {name: getattr(layer, name) + half[name] for name in _COSTS}
-    return kinds | {
-        HEAD: dataclasses.replace(heads, **half),
-        PREDICTION: dataclasses.replace(layer, **more),
-    }
+    return kinds | {HEAD: dataclasses.replace(heads, **half), PREDICTION: dataclasses.replace(layer, **more)}
 
 
 def table(profile: Profile) -> Table:

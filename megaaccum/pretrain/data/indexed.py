@@ -93,11 +93,7 @@ def open_pair(prefix: str | Path) -> IndexedPair:
         head = stream.read(_HEADER.size)
     dtype, sequences, bounds = _read_header(path, head, idx_bytes)
     pair = IndexedPair(
-        prefix=prefix,
-        dtype=dtype,
-        num_sequences=sequences,
-        num_bounds=bounds,
-        num_tokens=bin_bytes // dtype.itemsize,
+        prefix=prefix, dtype=dtype, num_sequences=sequences, num_bounds=bounds, num_tokens=bin_bytes // dtype.itemsize
     )
     _check_sizes(pair, bin_bytes)
     return pair

@@ -9,17 +9,7 @@ from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.pretrain.metrics.journal import TOTALS, Record
 from megaaccum.units import duration
 
-CAUSES = (
-    "productive",
-    "start_up",
-    "data",
-    "evaluation",
-    "checkpoint",
-    "skipped",
-    "repeated",
-    "idle",
-    "other",
-)
+CAUSES = ("productive", "start_up", "data", "evaluation", "checkpoint", "skipped", "repeated", "idle", "other")
 """Causes of the run's seconds. productive: steps that the model kept, less their wait for data, which is `data`.
 start_up: from the launch of each start to its first step. skipped: steps that left the weights as they were. repeated:
 steps that a later start took again, as it went on from a checkpoint before them. idle: from the last record of a start

@@ -187,10 +187,7 @@ class Ranks:
         for kind in ("parameters", "gradients", "optimizer", "activations"):
             held, tolerance = getattr(report, kind), ACTIVATIONS_TOLERANCE if kind == "activations" else TOLERANCE
             if kind in kinds and held > kinds[kind] * (1 + tolerance) + slack:
-                yield (
-                    f"memory {kind}",
-                    f"holds {amount(held)} of {kind}, but the plan says {amount(kinds[kind])}",
-                )
+                yield (f"memory {kind}", f"holds {amount(held)} of {kind}, but the plan says {amount(kinds[kind])}")
 
     def _traffic_deviations(self, report: RankReport, planned: Expected) -> Iterator[tuple[str, str]]:
         """Compare traffic with the plan. Reducing or gathering for each micro-batch moves a multiple of it; the lower

@@ -67,10 +67,7 @@ CONVERTED = frozenset(
 """Arguments that Megatron's conversion turns into fields of the model configuration under other names."""
 
 
-ALONE = {
-    "use_rope_scaling": "rope_scaling",
-    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
-}
+ALONE = {"use_rope_scaling": "rope_scaling", "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
 """The fields of those arguments that can be given beside a file."""
 
 
