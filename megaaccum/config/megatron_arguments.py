@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -39,8 +39,7 @@ class Listed:
 @cache
 def _tables() -> dict[str, Any]:
     text = resources.files("megaaccum.config").joinpath("megatron_arguments.yaml").read_text(encoding="utf-8")
-    tables: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tables
+    return cast("dict[str, Any]", yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def _rows(tables: dict[str, Any], *, loop: bool = False) -> tuple[Listed, ...]:

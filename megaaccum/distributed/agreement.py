@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,7 @@ def _gather(numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64).to(cpu.device())
     everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=cpu.device())
     dist.all_gather_into_tensor(everyone, mine)
-    columns: list[list[int]] = everyone.view(-1, len(numbers)).t().tolist()
-    return columns
+    return cast("list[list[int]]", everyone.view(-1, len(numbers)).t().tolist())
 
 
 def _digest(text: str) -> int:

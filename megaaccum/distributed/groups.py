@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,38 +63,32 @@ class Groups:
     @property
     def tp(self) -> dist.ProcessGroup:
         """Ranks that share each matrix."""
-        group: dist.ProcessGroup = self.collection.tp
-        return group
+        return cast("dist.ProcessGroup", self.collection.tp)
 
     @property
     def pp(self) -> dist.ProcessGroup:
         """Ranks of one pipeline."""
-        group: dist.ProcessGroup = self.collection.pp
-        return group
+        return cast("dist.ProcessGroup", self.collection.pp)
 
     @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks that hold the same parameters and different sequences."""
-        group: dist.ProcessGroup = self.collection.dp
-        return group
+        return cast("dist.ProcessGroup", self.collection.dp)
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
-        group: dist.ProcessGroup = self.collection.dp_cp
-        return group
+        return cast("dist.ProcessGroup", self.collection.dp_cp)
 
     @property
     def expert_tp(self) -> dist.ProcessGroup:
         """Ranks that share each matrix of an expert."""
-        group: dist.ProcessGroup = self.collection.expt_tp
-        return group
+        return cast("dist.ProcessGroup", self.collection.expt_tp)
 
     @property
     def expert_dp(self) -> dist.ProcessGroup:
         """Ranks that hold the same experts: those of a stage, tp * cp * dp, without etp and ep."""
-        group: dist.ProcessGroup = self.collection.expt_dp
-        return group
+        return cast("dist.ProcessGroup", self.collection.expt_dp)
 
     @property
     def embedding(self) -> dist.ProcessGroup | None:
@@ -202,8 +196,7 @@ def for_background(timeout_minutes: float) -> dist.ProcessGroup:
     Over gloo and the CPU on every machine: two threads must not share a group, and such a thread sends from host
     memory.
     """
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
-    return group
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes)))
 
 
 def default_collection() -> ProcessGroupCollection:

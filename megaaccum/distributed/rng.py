@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -64,8 +64,7 @@ class _Streams(dict[str, Any]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if super().__getitem__(name) is None:
             self[name] = _state(_number(self._key, name, self._tp_rank))
-        state: torch.Tensor = super().__getitem__(name)
-        return state
+        return cast("torch.Tensor", super().__getitem__(name))
 
 
 _SAME_OVER_TP = ("default", "data-parallel-rng")

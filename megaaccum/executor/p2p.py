@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -96,12 +96,10 @@ def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | Non
 
 def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> dist.ProcessGroup:
     if not on_nccl:
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
-        return group
+        return cast("dist.ProcessGroup", dist.new_group(ranks, timeout=timeout))
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_CTAS
-    lane: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
-    return lane
+    return cast("dist.ProcessGroup", dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options))
 
 
 def in_turn(channels: Iterable[Channel]) -> list[Channel]:

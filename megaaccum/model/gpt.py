@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.activations import squared_relu
@@ -91,8 +91,7 @@ def _activation(plan: Plan) -> Callable[[torch.Tensor], torch.Tensor]:
     """The activation function of the MLP, of its gate if it has one."""
     model = plan.config.model
     if model.squared_relu:
-        activation: Callable[[torch.Tensor], torch.Tensor] = squared_relu
-        return activation
+        return cast("Callable[[torch.Tensor], torch.Tensor]", squared_relu)
     if model.openai_gelu:
         return partial(functional.gelu, approximate="tanh")
     return functional.silu if model.swiglu else functional.gelu

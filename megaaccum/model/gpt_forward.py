@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -88,8 +88,7 @@ class GptForwardStep:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
 
-        own: Microbatch = get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
-        return own
+        return cast("Microbatch", get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False))
 
 
 def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -85,5 +85,4 @@ class HfStage(torch.nn.Module):
         hidden: torch.Tensor = self.model(**given, **arguments, use_cache=False).last_hidden_state
         if self.lm_head is None:
             return hidden.transpose(0, 1).contiguous()
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits
+        return cast("torch.Tensor", self.lm_head(hidden))

@@ -5,15 +5,14 @@ Arithmetic of numbers and of NumPy's arrays of any dtype is `Any`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from megaaccum.config.schema import Config, ModelConfig
 
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
     """Rows of the embedding under the configuration's tp."""
-    rows: int = padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
-    return rows
+    return cast("int", padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size))
 
 
 def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:

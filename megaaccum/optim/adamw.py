@@ -4,7 +4,7 @@ Muon."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -113,5 +113,4 @@ def _fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
             from apex.optimizers import FusedAdam
         except ImportError:
             return None
-    kind: Callable[..., torch.optim.Optimizer] = FusedAdam
-    return kind
+    return cast("Callable[..., torch.optim.Optimizer]", FusedAdam)

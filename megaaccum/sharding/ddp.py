@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -250,8 +250,7 @@ def _group(owner: torch.nn.Module, groups: Groups) -> dist.ProcessGroup:
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook for torch DDP: the sum over `group`."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    total: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return total
+    return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(lambda done: done.value()[0]))
 
 
 def _is_16_bit(param: torch.nn.Parameter) -> bool:

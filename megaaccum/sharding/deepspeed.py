@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
@@ -228,8 +228,7 @@ class DeepSpeedBackend:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
-        return groups
+        return cast("list[dict[str, Any]]", self.engine.optimizer.param_groups)
 
     # --- gradients ---
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -221,5 +221,4 @@ class MegatronBackend(UnshardedBackend):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
+        return cast("list[dict[str, Any]]", self.optimizer.param_groups)

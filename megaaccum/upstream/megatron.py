@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -95,8 +95,7 @@ def linear_forward(*, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
         bias = arguments.pop("bias")
         output: torch.Tensor = layers.linear_with_frozen_weight(weight=weight, bias=None, **arguments)
         return output if bias is None else output + bias
-    product: torch.Tensor = layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments)
-    return product
+    return cast("torch.Tensor", layers.linear_with_grad_accumulation_and_async_allreduce(weight=weight, **arguments))
 
 
 def sum_rotated_key(attention: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from megaaccum.platform import cpu, quiet
 from megaaccum.upstream.lookup import absent
@@ -104,8 +104,7 @@ def flags_of_run(args: Any) -> dict[str, str]:
 
 def function(name: str) -> Callable[..., Any]:
     """A function of Megatron's loop."""
-    found: Callable[..., Any] = getattr(_module("training.training"), name)
-    return found
+    return cast("Callable[..., Any]", getattr(_module("training.training"), name))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -119,15 +119,13 @@ def noted_failure(key: str) -> str | None:
     with contextlib.suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         if store.check([key]):
-            text: str = store.get(key).decode()
-            return text
+            return store.get(key).decode()
     return None
 
 
 def without_base(view: torch.Tensor) -> torch.Tensor:
     """A view's elements, in its memory and its graph, as a tensor that is no view: its data may be replaced."""
-    found: torch.Tensor = torch.ops.aten._unsafe_view(view, view.shape)
-    return found
+    return cast("torch.Tensor", torch.ops.aten._unsafe_view(view, view.shape))
 
 
 def add_by_autograd(leaf: torch.Tensor, grad: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -86,8 +86,7 @@ def stop_updates() -> Callable[[bool], None]:
     if not hasattr(manager, "_megaaccum_update"):
         manager._megaaccum_update = getattr(manager, _UPDATE)
         setattr(manager, _UPDATE, classmethod(lambda cls, forward=True: None))
-    update: Callable[[bool], None] = manager._megaaccum_update
-    return update
+    return cast("Callable[[bool], None]", manager._megaaccum_update)
 
 
 def begin_recompute(like: list[Scales]) -> None:
@@ -98,8 +97,7 @@ def begin_recompute(like: list[Scales]) -> None:
 
 def recompute_queues() -> list[Scales]:
     """The queues that TE uses now: one per module that may be computed again."""
-    queues: list[Scales] = getattr(state_manager().quantization_state, _RECOMPUTE)
-    return queues
+    return cast("list[Scales]", getattr(state_manager().quantization_state, _RECOMPUTE))
 
 
 def use_recompute(queues: list[Scales]) -> None:

@@ -250,8 +250,7 @@ class Zero3(ZeroDriver):
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        flats: list[torch.Tensor] = self.optimizer.fp32_partitioned_groups_flat
-        return flats
+        return cast("list[torch.Tensor]", self.optimizer.fp32_partitioned_groups_flat)
 
     @property
     def _offloads(self) -> bool:
@@ -343,8 +342,7 @@ class Zero3(ZeroDriver):
     def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in
         host memory it reads another one, which exists after `finish_accumulation`.)"""
-        found: torch.Tensor = getattr(self.optimizer, _ACCUMULATORS)[partitioned(param).ds_id]
-        return found
+        return cast("torch.Tensor", getattr(self.optimizer, _ACCUMULATORS)[partitioned(param).ds_id])
 
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad` to `param.grad`, also while the parameter is released: its data has no elements then (DeepSpeed

@@ -6,7 +6,7 @@ DeepSpeed has no types: its engine and its optimizer are `Any`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,8 +34,7 @@ class Zero12(ZeroDriver):
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        flats: list[torch.Tensor] = self.optimizer.single_partition_of_fp32_groups
-        return flats
+        return cast("list[torch.Tensor]", self.optimizer.single_partition_of_fp32_groups)
 
     @property
     def _offloads(self) -> bool:

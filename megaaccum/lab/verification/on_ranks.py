@@ -28,5 +28,4 @@ def observed(case: Case, steps: int, at_borders: bool = False) -> Observed:
 
 def start_and_observe(case: Case, steps: int, at_borders: bool = False) -> list[Observed]:
     """Start the ranks of a case on this machine and take its steps. Raises RanksFailed."""
-    found: list[Observed] = run_ranks(observed, case.world_size, case, steps, at_borders, timeout=SECONDS)
-    return found
+    return run_ranks(observed, case.world_size, case, steps, at_borders, timeout=SECONDS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -399,8 +399,7 @@ def _megatron_dataset(
     with _no_process_group():
         kind, config = _megatron_config(request, cache, part, num_samples)
         config.random_seed = config.random_seed if seed is None else seed
-        built: SampleDataset = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()[part]
-        return built
+        return cast("SampleDataset", BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()[part])
 
 
 def check_orders(cache: Path) -> None:
