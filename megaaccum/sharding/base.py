@@ -203,11 +203,8 @@ class ReducedSoFar:
             self.clear()
 
 
-class UnshardedBackend:
-    """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
-
-    A backend brings `_groups`, `begin_accumulation`, and `_reduce`: all that no last backward has reduced.
-    """
+class Backend:
+    """The common part of all backends: one that gathers nothing ahead, and whose gradients stay where they are."""
 
     grad_sync_func: GradSync = None
     can_defer = True
@@ -215,11 +212,40 @@ class UnshardedBackend:
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     matrices: MatrixUpdates | None = None
     sums: AnyOrder = AnyOrder()
-    _groups: Groups
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups, chunks: list[torch.nn.Module]):
         self.memory = HighWater()
-        self._last_flush, self._reduced = True, False
+        self._groups, self._chunks = groups, chunks
+        self._last_flush = True
+
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Nothing to do: parameters are whole, or a module's forward gathers them."""
+
+    def gather(self) -> None:
+        """Nothing to do, as for `param_sync_func`."""
+
+    def gather_ahead(self) -> None:
+        """Nothing to do."""
+
+    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def set_last_flush(self, last: bool) -> None:
+        self._last_flush = last
+
+    def copy_gradients(self) -> Callable[[], None]:
+        return copied_gradients(self)  # type: ignore[arg-type]
+
+
+class UnshardedBackend(Backend):
+    """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
+
+    A backend brings `begin_accumulation`, and `_reduce`: all that no last backward has reduced.
+    """
+
+    def __init__(self, groups: Groups, chunks: list[torch.nn.Module]):
+        super().__init__(groups, chunks)
+        self._reduced = False
         self._kept = ReducedSoFar()
 
     def _reduce(self) -> None:
@@ -229,23 +255,8 @@ class UnshardedBackend:
         """Empty the gradients for the next flushes."""
         raise NotImplementedError
 
-    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Nothing to do: parameters are whole."""
-
-    def gather(self) -> None:
-        """Nothing to do: parameters are whole."""
-
-    def gather_ahead(self) -> None:
-        """Nothing to do."""
-
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.loss_scale
-
-    def set_last_flush(self, last: bool) -> None:
-        self._last_flush = last
 
     def begin_step(self) -> None:
         self._kept.clear()
@@ -255,9 +266,6 @@ class UnshardedBackend:
         self._reduce()
         self._kept.add(self)  # type: ignore[arg-type]
         self.begin_accumulation()
-
-    def copy_gradients(self) -> Callable[[], None]:
-        return copied_gradients(self)  # type: ignore[arg-type]
 
     def finish_reduction(self) -> None:
         """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""

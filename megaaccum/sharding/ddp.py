@@ -39,9 +39,7 @@ class DdpBackend(UnshardedBackend):
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        super().__init__()
-        self._groups = groups
-        self._chunks = chunks
+        super().__init__(groups, chunks)
         self._optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}

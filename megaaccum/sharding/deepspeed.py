@@ -20,11 +20,10 @@ from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
 from megaaccum.model import names
-from megaaccum.observe.memory import HighWater
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import (
+    Backend,
     GradShard,
-    GradSync,
     ReducedSoFar,
     StatePiece,
     copied_gradients,
@@ -42,27 +41,18 @@ from megaaccum.upstream import adam, pytorch, zero, zero12
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding.ownership import MatrixUpdates
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """Fills Megatron's five hooks for a DeepSpeed engine over all of this rank's chunks.
 
     optimizer: a torch optimizer over the chunks' parameters (unsharded); DeepSpeed replaces them by its partitions.
     Collective over the world. Raises what deepspeed.initialize raises.
     """
 
-    grad_sync_func: GradSync = None
-    can_defer = True
-    loss_scale = 1.0
-    before_reduce: Callable[[str, torch.Tensor], None] | None = None
-    matrices: MatrixUpdates | None = None
-
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        self.memory = HighWater()
-        self._groups = groups
+        super().__init__(groups, chunks)
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
-        self._chunks = chunks
         own_ranks = experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         separate_tied_copies(optimizer)
@@ -89,7 +79,6 @@ class DeepSpeedBackend:
         # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
         self._reduce_in_backward = not has_experts(chunks)
         self._syncing = self._reducing = False
-        self._last_flush = True
         self._kept = ReducedSoFar()
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
@@ -129,9 +118,6 @@ class DeepSpeedBackend:
             yield
         finally:
             self._set_syncing(self._last_flush and self._reduce_in_backward)
-
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """A flush is over: gradients that come now are not final."""
@@ -186,9 +172,6 @@ class DeepSpeedBackend:
             yield
         finally:
             self.driver.release(apart)
-
-    def set_last_flush(self, last: bool) -> None:
-        self._last_flush = last
 
     def shards(self) -> Iterator[GradShard]:
         for param, grad, start in self.driver.shards():

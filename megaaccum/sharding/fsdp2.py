@@ -7,7 +7,7 @@ sum over replicas waits for the last backward under both. Parameters keep whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,9 +21,8 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
-from megaaccum.observe.memory import HighWater
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, GradSync, StatePiece, copied_gradients, sums_of
+from megaaccum.sharding.base import Backend, GradShard, StatePiece, sums_of
 from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
 from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -32,29 +31,23 @@ from megaaccum.upstream import adam, fsdp2, pytorch
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding.ownership import MatrixUpdates
 
 
-class Fsdp2Backend:
+class Fsdp2Backend(Backend):
     """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, the rest is another.
 
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
     """
 
-    grad_sync_func: GradSync = None
     can_defer = False  # fully_shard reduces in a backward, or not at all
-    loss_scale = 1.0
-    before_reduce: Callable[[str, torch.Tensor], None] | None = None
-    matrices: MatrixUpdates | None = None
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         _check_torch()
-        self.memory = HighWater()
+        super().__init__(groups, chunks)
         sharding = plan.config.sharding
-        self._groups, self._chunks, self._optimizer = groups, chunks, optimizer
+        self._optimizer = optimizer
         self._streaming = sharding.sync == "streaming"
         self._splits = plan.layout.splits_backward
-        self._last_flush = True
         self._waiting: list[FSDPModule] = []
         whole = [param for _, param in names.named_parameters(chunks)]
         own_ranks = bool(experts.of_chunks(chunks))
@@ -178,9 +171,6 @@ class Fsdp2Backend:
 
     # --- Megatron's five hooks ---
 
-    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Nothing to do: a unit's first forward gathers it."""
-
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside are not summed over ranks (streaming: over replicas). Chunks leave it one
@@ -190,9 +180,6 @@ class Fsdp2Backend:
         finally:
             if self._last_flush and self._waiting and not self._splits:
                 self.expect_last_backward(self._waiting.pop())
-
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.loss_scale
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
@@ -259,12 +246,6 @@ class Fsdp2Backend:
         for unit in fsdp2.units(cast("torch.nn.Module", root)):
             fsdp2.even_out(unit)
 
-    def gather(self) -> None:
-        """Nothing to do: a unit's first forward gathers it."""
-
-    def gather_ahead(self) -> None:
-        """Nothing to do."""
-
     @contextmanager
     def whole(self) -> Iterator[None]:
         for unit in self._units():
@@ -278,9 +259,6 @@ class Fsdp2Backend:
     def _units(self) -> list[FSDPModule]:
         return [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
 
-    def set_last_flush(self, last: bool) -> None:
-        self._last_flush = last
-
     def shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""
         for name, param in self._parameters:
@@ -291,9 +269,6 @@ class Fsdp2Backend:
 
     def step(self) -> None:
         self._optimizer.step()
-
-    def copy_gradients(self) -> Callable[[], None]:
-        return copied_gradients(self)
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -37,7 +37,7 @@ class _InOneOrder(zero.ZeroDriver):
 
     def begin_reduction(self) -> None:
         self._handed_over.clear()
-        self._begin_partitions()
+        self.begin_partitions()
 
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Put the gradient into the bucket; a full bucket is sent."""
@@ -48,7 +48,7 @@ class _InOneOrder(zero.ZeroDriver):
 
     def finish_reduction(self) -> None:
         self._send_bucket()
-        self._give_partitions()
+        self.give_partitions()
 
     def _send_bucket(self) -> None:
         params, self._pending = self._pending, []
@@ -56,16 +56,8 @@ class _InOneOrder(zero.ZeroDriver):
             self._send(params)
 
     @abstractmethod
-    def _begin_partitions(self) -> None:
-        """Empty this rank's partitions of the gradients."""
-
-    @abstractmethod
     def _send(self, params: list[torch.nn.Parameter]) -> None:
         """Start to add the gradients of `params` up in the ranks' partitions."""
-
-    @abstractmethod
-    def _give_partitions(self) -> None:
-        """Give the optimizer the partitions as this step's gradient."""
 
 
 class Zero3InOneOrder(_InOneOrder, zero.Zero3):
@@ -75,15 +67,12 @@ class Zero3InOneOrder(_InOneOrder, zero.Zero3):
         super().__init__(engine, bucket=bucket)
         self._reducer = reducer
 
-    def _begin_partitions(self) -> None:
-        self.begin_accumulation()
-
     def _send(self, params: list[torch.nn.Parameter]) -> None:
         self._reducer.add([(param, self.accumulator(param)) for param in params])
 
-    def _give_partitions(self) -> None:
+    def give_partitions(self) -> None:
         self._reducer.wait()
-        self.finish_accumulation()
+        super().give_partitions()
 
 
 class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
@@ -101,12 +90,6 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
     ):
         super().__init__(engine, accumulate_in, bucket=bucket)
         self._groups, self._order, self._sums = groups, order, sums
-
-    def _begin_partitions(self) -> None:
-        self.begin_partitions()
-
-    def _give_partitions(self) -> None:
-        self.give_partitions()
 
     def _cut(self, param: torch.nn.Parameter) -> list[list[torch.Tensor]]:
         """Each rank's part of each of this one's partial sums of the gradient."""

@@ -39,8 +39,7 @@ class MegatronBackend(UnshardedBackend):
     """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        super().__init__()
-        self._groups, self._chunks = groups, chunks
+        super().__init__(groups, chunks)
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.from_plan(plan, groups)

@@ -121,14 +121,14 @@ class StreamingBackend(DeepSpeedBackend):
         for param in self._zero.params:
             if (tree := self._trees.pop(id(param), None)) is not None and (total := tree.total()) is not None:
                 self._zero.accumulator(param).add_(total)
-        self._zero.finish_accumulation()
+        self._zero.give_partitions()
         self._sum_the_rest()
 
     def begin_step(self) -> None:
         self._reducer.wait()  # sums of flushes that were for looking only
         self._trees.clear()
         self._waiting = 0
-        self._zero.begin_accumulation()
+        self._zero.begin_partitions()
         for unit in self.units:
             unit.uses.clear()
         self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])

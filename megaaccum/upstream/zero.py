@@ -223,6 +223,14 @@ class ZeroDriver(ABC):
         }
 
     @abstractmethod
+    def begin_partitions(self) -> None:
+        """Empty this rank's partitions of the gradients, to be filled by hand instead of by DeepSpeed's reduction."""
+
+    @abstractmethod
+    def give_partitions(self) -> None:
+        """Give the optimizer the partitions as this step's gradient."""
+
+    @abstractmethod
     def _held_parameters(self) -> dict[str, Iterable[torch.Tensor]]: ...
 
     @abstractmethod
@@ -341,7 +349,7 @@ class Zero3(ZeroDriver):
 
     def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in
-        host memory it reads another one, which exists after `finish_accumulation`.)"""
+        host memory it reads another one, which exists after `give_partitions`.)"""
         return cast("torch.Tensor", getattr(self.optimizer, _ACCUMULATORS)[partitioned(param).ds_id])
 
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -356,7 +364,7 @@ class Zero3(ZeroDriver):
         param.grad = grad
         param.data = data
 
-    def begin_accumulation(self) -> None:
+    def begin_partitions(self) -> None:
         """Empty the accumulators; what is then added to them by hand replaces DeepSpeed's own reduction."""
         self.optimizer.grad_partitions_flat_buffer.zero_()
         self.optimizer.set_gradient_accumulation_boundary(True)
@@ -366,7 +374,7 @@ class Zero3(ZeroDriver):
         """Bytes of all accumulators."""
         return int(self.optimizer.grad_partitions_flat_buffer.nbytes)
 
-    def finish_accumulation(self) -> None:
+    def give_partitions(self) -> None:
         """Give the optimizer the accumulators as this step's gradient."""
         if self._offloads:
             self.optimizer._offload_boundary_param_ids.update(partitioned(param).ds_id for param in self.params)
