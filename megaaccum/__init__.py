@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from megaaccum.distributed.start import build_groups
     from megaaccum.engine import Engine, initialize
     from megaaccum.executor.entry import get_forward_backward_func
-    from megaaccum.lab.verification import verify
+    from megaaccum.lab.verification.user_model import verify
     from megaaccum.model.hf_stages import hf_stages
     from megaaccum.step.result import StepResult
 
@@ -28,12 +28,12 @@ __all__ = [
 ]  # fmt: skip
 
 _ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
-_WITHOUT_TORCH = {
+_PLAIN = {
     "Plan": "megaaccum.config",
     **dict.fromkeys(_ARGUMENTS, "megaaccum.config.arguments"),
-    "verify": "megaaccum.lab.verification",
+    "verify": "megaaccum.lab.verification.user_model",
 }
-_WITH_TORCH = {
+_OF_AN_ENGINE = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
     "build_groups": "megaaccum.distributed.start",
@@ -48,10 +48,10 @@ def __getattr__(name: str) -> Any:
     stand-ins on a machine without a GPU: import them before Megatron there."""
     if name == "megatron_loop":
         return importlib.import_module("megaaccum.loop")
-    if name in _WITH_TORCH:
+    if name in _OF_AN_ENGINE:
         from megaaccum.distributed import preload
 
         preload.libraries()
-    elif name not in _WITHOUT_TORCH:
+    elif name not in _PLAIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module((_WITH_TORCH | _WITHOUT_TORCH)[name]), name)
+    return getattr(importlib.import_module((_OF_AN_ENGINE | _PLAIN)[name]), name)

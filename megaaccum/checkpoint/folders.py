@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import open_regular, replace_text, set_aside, sync
+from megaaccum.platform.files import free_bytes, open_regular, replace_text, set_aside, sync
 from megaaccum.texts import parse_json
 from megaaccum.units import amount
 
@@ -159,15 +159,6 @@ def _seal(state: dict[str, Any]) -> str:
 _MAPPINGS = ("lr_schedule", "data", "shape", "transaction", "batch_ramp")
 
 
-def _free(folder: Path) -> int:
-    """Free bytes for a folder that may not exist yet, as this rank's host reports them; -1 if it does not."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    try:
-        return shutil.disk_usage(there).free
-    except OSError:
-        return -1
-
-
 class Files:
     """The folders of a checkpoint while it is written: `aside`, and `target`, its final name.
 
@@ -176,7 +167,7 @@ class Files:
 
     def __init__(self, folder: Path, progress: Progress, keep_last: int, retain: int | None = None):
         self._folder, self._progress, self._keep_last, self._retain = folder, progress, keep_last, retain
-        self._free = _free(folder)  # before anything is written
+        self._free = free_bytes(folder)  # before anything is written
         self._num_bytes = 0
         name = f"step_{progress.step:07d}"
         self.aside = folder / f"{name}.tmp"

@@ -206,11 +206,9 @@ class _Copies(AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` has waited."""
-        return
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
-        return
 
 
 def load(

@@ -104,8 +104,8 @@ def describe(
         problems += error.problems
     if plan is None or problems:
         raise ConfigError(problems)
-    parts = (_batch, _ramp, _rates, _schedule, _model, _sharding, _notes)
-    sections = [_layout(plan, source), *(part(plan) for part in parts)]
+    parts = (_batch, _ramp, _rates, _schedule, _model, _sharding)
+    sections = [_layout(plan, source), *(part(plan) for part in parts), ("Derived and set aside", plan.notes)]
     if with_json:
         sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
@@ -419,7 +419,3 @@ def _policies(plan: Plan) -> list[str]:
         if mark and row.held > MOST_COMMON:
             lines.append(f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}")
     return lines
-
-
-def _notes(plan: Plan) -> _Section:
-    return "Derived and set aside", plan.notes

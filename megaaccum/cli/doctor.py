@@ -22,9 +22,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 import megaaccum
 from megaaccum.distributed import preload
 from megaaccum.errors import LaunchError
+from megaaccum.platform.files import installed
 from megaaccum.units import GIB, amount
 
 State = Literal["ok", "note", "broken"]
@@ -57,14 +60,6 @@ class Report:
     @property
     def broken(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.state == "broken"]
-
-
-def installed(name: str) -> str | None:
-    """The version of an installed distribution; None when there is none of that name."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -107,12 +102,10 @@ def check_interfaces(names: Sequence[str], gloo: str | None, nccl: str | None) -
 
 def find_machine() -> list[Finding]:
     """Run the checks of memory, disk, shared memory, limits and network interfaces on this machine."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    memory = {words[0]: int(words[1]) * 1024 for words in lines}
-    here, shared = shutil.disk_usage("."), shutil.disk_usage("/dev/shm")
+    memory, here, shared = psutil.virtual_memory(), shutil.disk_usage("."), shutil.disk_usage("/dev/shm")
     data = "data workers and NCCL need it; a container gets it by --shm-size"
     return [
-        check_space("memory", memory["MemAvailable:"], memory["MemTotal:"]),
+        check_space("memory", memory.available, memory.total),
         check_space(
             "disk", here.free, here.total, where=str(Path.cwd()), least=GIB, why="logs and checkpoints need it"
         ),

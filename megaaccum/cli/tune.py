@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
         workload=workload, folder=folder, command=launch_command(args), time_limit=args.time_limit,
         steps=max(STEPS, args.settle), band=args.band,
     )  # fmt: skip
-    results = Results(folder / "results.json", _identity(config, world_size, trials))
+    # Everything that results have to have in common to be compared.
+    identity = {"configuration": layout_config.as_sections(config), "world_size": world_size, "steps": trials.steps}
+    results = Results(folder / "results.json", identity)
     fallbacks = Fallbacks(candidates_of(ranked), top=args.top)
 
     def measure(candidate: Candidate, number: int = 1) -> Outcome:
@@ -130,11 +132,6 @@ def launch_command(args: argparse.Namespace) -> list[str]:
     if shutil.which("deepspeed") is None:
         raise ConfigError("--hostfile starts each layout by `deepspeed`, which is not on PATH: add its folder to PATH.")
     return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]
-
-
-def _identity(config: Config, world_size: int, trials: Trials) -> dict[str, Any]:
-    """Everything that results have to have in common to be compared."""
-    return {"configuration": layout_config.as_sections(config), "world_size": world_size, "steps": trials.steps}
 
 
 # --- what is printed and written -------------------------------------------------------------------------------------

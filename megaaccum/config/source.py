@@ -73,11 +73,6 @@ class Unknown:
             )
         return f"{self.place}: unknown key {self.written}{nearest_keys(self.written)}."
 
-    @property
-    def is_switched_off(self) -> bool:
-        """Whether it switches off something that is not done here."""
-        return self.written.removeprefix("--").replace("-", "_") in REPLACED and self.value in (0, ["0"])
-
 
 @dataclass(slots=True)
 class Source:
@@ -114,8 +109,8 @@ class Source:
             self.places[name] = place
 
     def put_unknown(self, unknown: Unknown) -> None:
-        """Keep a name that is no key for another reader."""
-        if not unknown.is_switched_off:
+        """Keep a name that is no key for another reader, unless it switches off something that is not done here."""
+        if unknown.written.removeprefix("--").replace("-", "_") not in REPLACED or unknown.value not in (0, ["0"]):
             self.unknown.append(unknown)
 
 

@@ -8,9 +8,9 @@ of a pair interleave layer by layer, and the all-to-all of experts of one runs u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -126,14 +126,6 @@ Forwarded = tuple[Saved, torch.Tensor | None]
 """The tensors that a forward saves for its backward, and its number of tokens, which only the last stage counts."""
 
 
-class Passes(Protocol):
-    """Runs forwards and backwards of the chunks of one flush."""
-
-    def forward(self, at: Forward) -> Forwarded: ...
-
-    def backward(self, at: Backward) -> None: ...
-
-
 class ModulePasses:
     """Through the module, and back by autograd."""
 
@@ -147,7 +139,8 @@ class ModulePasses:
         if call.config.timers is not None:
             call.config.timers("forward-compute", log_level=2).start()
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
-        with _autocast(call.config):
+        dtype = call.config.autocast_dtype
+        with torch.autocast("cuda", dtype=dtype) if call.config.enable_autocast else nullcontext():
             output, loss_func = call.forward_step_func(call.iterators[at.chunk], model)
         if not at.last_stage:
             at.send(output.detach())
@@ -253,10 +246,6 @@ def _calc_loss(
         call.num_microbatches, call.reports, call.pg_collection.cp.size(), at.last_stage,
     )  # fmt: skip
     return found
-
-
-def _autocast(config: Any) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 
 def _unwrapped(model: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,14 +167,11 @@ class _Objects:
 
     def __init__(self, plan: Plan, get_model: Callable[..., list[torch.nn.Module]]):
         self._plan, self._get_model = plan, get_model
-        self._built: Groups | None = None
 
-    @property
+    @cached_property
     def groups(self) -> Groups:
         """The process groups that Megatron has initialised."""
-        if self._built is None:
-            self._built = groups_of(self._plan, None)
-        return self._built
+        return groups_of(self._plan, None)
 
     def get_model(self, model_provider_func: Any, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
         """Megatron's get_model of a model_provider, its chunks wrapped by `wrap`."""

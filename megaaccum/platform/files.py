@@ -1,9 +1,11 @@
-"""Files and folders that have to exist, or to be on the disk, before a run continues."""
+"""Files and folders that have to exist, or to be on the disk, before a run continues; packages that are installed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,6 +49,23 @@ def set_aside(path: Path) -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return path.rename(aside)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes for a file or folder that may not exist yet, as this host reports them; -1 if it does not."""
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return -1
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution; None if there is none of that name."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def folder_problems(key: str, folder: str) -> list[str]:

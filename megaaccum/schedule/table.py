@@ -51,7 +51,8 @@ def parse_csv(path: str | Path, text: str) -> Schedule:
     """The schedule that `read_csv` finds where the file at `path` holds `text`. Raises ScheduleError."""
     lines = text.splitlines()
     header = [line for line in lines if line.startswith("#")]
-    rows = [_read_row(path, number, line) for number, line in enumerate(_without(lines, header))]
+    written = [line for line in lines if line.strip() and line not in header]
+    rows = [_read_row(path, number, line) for number, line in enumerate(written)]
     if not rows or not all(rows):
         raise ScheduleError(f"schedule {path}: a row per rank is needed, with at least one action each")
     numbers = [sorted({action.chunk for action in _flat(row)}) for row in rows]
@@ -67,10 +68,6 @@ def parse_csv(path: str | Path, text: str) -> Schedule:
         stages=tuple(tuple(held) for held in numbers),
         items=tuple(items),
     )
-
-
-def _without(lines: list[str], header: list[str]) -> Iterable[str]:
-    return (line for line in lines if line.strip() and line not in header)
 
 
 def _read_row(path: str | Path, rank: int, line: str) -> list[Item]:

@@ -207,11 +207,6 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
     return total.reshape(()), weight.reshape(()), kept
 
 
-def _default_of(report: torch.Tensor) -> str:
-    """How a report is reduced that the caller does not name."""
-    return "mean" if report.is_floating_point() or report.numel() > 1 else "sum"
-
-
 class ReportReducer:
     """Reduces the reports of loss functions over the step's micro-batches and all ranks.
 
@@ -240,8 +235,9 @@ class ReportReducer:
 
     def _reduced(self, tally: Tally) -> dict[str, str]:
         """How each report of this rank is reduced over micro-batches."""
-        how = {name: _default_of(value) for reports in tally.reports for name, value in reports.items()} | self._how
-        names = dict.fromkeys(name for reports in tally.reports for name in reports)
+        named = [item for reports in tally.reports for item in reports.items()]
+        usual = {name: "mean" if each.is_floating_point() or each.numel() > 1 else "sum" for name, each in named}
+        how, names = usual | self._how, dict.fromkeys(name for name, _ in named)
         return {name: how[name] for name in names if how[name] != "microbatch"}
 
     def sums(self, tally: Tally) -> list[torch.Tensor]:

@@ -251,7 +251,7 @@ def watched_collectives(note: Note) -> Iterator[None]:
     from torch.distributed import ProcessGroup, Work
 
     waited: dict[int, Heard] = {}
-    gives_one_handle = functools.cache(_gives_one_handle)
+    gives_one_handle = functools.cache(lambda group: torch.distributed.get_backend(group) == "nccl")
     names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
     # The attributes in vars() bind to a group when they are looked up; the functions that getattr returns do not.
     held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
@@ -276,11 +276,6 @@ def watched_collectives(note: Note) -> Iterator[None]:
     finally:
         for owner, name, method in held:
             setattr(owner, name, method)
-
-
-def _gives_one_handle(group: torch.distributed.ProcessGroup) -> bool:
-    """Whether a batch of messages of `group` has one handle for all of them, and none for each."""
-    return torch.distributed.get_backend(group) == "nccl"
 
 
 def noting(

@@ -71,12 +71,8 @@ class Bound:
 
     @cached_property
     def _starts(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds from stage s to s + 1, and as `enter` and `back`."""
         return earliest_starts(self.stages, self.costs)
-
-    @property
-    def _hop(self) -> list[float]:
-        """Seconds from stage s to s + 1."""
-        return self._starts[0]
 
     @property
     def enter(self) -> list[float]:
@@ -93,9 +89,9 @@ class Bound:
         """From the end of a stage's input gradient to the end of the flush, at least: it travels on to the first stage,
         and every stage on the way has its weight gradient to do."""
         _, input_grad, weight_grad = self.durations
-        after = [weight_grad[0]]
+        after, hop = [weight_grad[0]], self._starts[0]
         for stage in range(1, len(input_grad)):
-            after.append(max(weight_grad[stage], self._hop[stage - 1] + input_grad[stage - 1] + after[-1]))
+            after.append(max(weight_grad[stage], hop[stage - 1] + input_grad[stage - 1] + after[-1]))
         return after
 
     # --- the bounds ---

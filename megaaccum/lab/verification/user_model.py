@@ -22,12 +22,33 @@ def verify(
     forward_step_func: Callable[..., Any],
     data: Callable[[int], list[Any]] | Sequence[Any],
     *,
-    optimizer: Callable[[list[Any]], Any] | None,
-    reports: Mapping[str, str] | None,
-    steps: int,
-    verbose: bool,
+    optimizer: Callable[[list[Any]], Any] | None = None,
+    reports: Mapping[str, str] | None = None,
+    steps: int = 2,
+    verbose: bool = True,
 ) -> Verdict:
-    """See `megaaccum.verify`."""
+    """Prove that the accumulated step of a user's model is exactly the step on the full global batch.
+
+    Starts the plan's ranks (at most 8) and one process for the reference on this machine, under
+    `if __name__ == "__main__":`. In a program that a launcher started (torchrun, deepspeed), the launcher's ranks are
+    the plan's, and each returns the verdict. `build`, `forward_step_func`, `data` and `optimizer` are functions at the
+    top level of a module, or objects that can be pickled.
+
+    Args:
+        plan: the layout, `Plan.of(..., world_size=ranks)`; its precision is what is verified, beside float64 and FP32.
+        build: `(stage, stages) -> chunk`; `build(0, 1)` is the whole model. Weights must not depend on the number of
+            stages; they are compared.
+        forward_step_func: as `initialize` takes it.
+        data: the micro-batches of a step, over all data-parallel ranks, as a list or a function of the step from 0.
+            Number i of data-parallel rank r is i * dp + r. Dicts of tensors with one number of rows also go through the
+            model as one batch.
+        optimizer: makes a torch optimizer of a list of parameters; default: AdamW by the plan's `optimizer` section.
+        reports: as `initialize` takes it.
+        steps: optimizer steps.
+        verbose: print what is under way, and the report.
+
+    Returns the verdict: `ok`, `exit_code`, `comparisons`, `problem` (the reason why it cannot be verified). Raises
+    ConfigError if the plan has more than 8 ranks and no launcher started them."""
     if plan.layout.world_size > MOST_RANKS and launched.num_ranks() == 1:
         raise ConfigError(
             f"the plan has {plan.layout.world_size} ranks, but at most {MOST_RANKS} are started on one machine: give"

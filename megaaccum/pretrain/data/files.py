@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megaaccum.errors import DataError
-from megaaccum.platform.files import sync
+from megaaccum.platform.files import free_bytes, sync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -26,24 +26,12 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL or _is_short_write(error):
-            reason = f"no space left ({_free_bytes(path):,} bytes are free there). Free some, or choose another folder"
+        # numpy's tofile (and so numpy.save) reports a full disk without an errno: "1640 requested and 468 written".
+        if error.errno in _FULL or (error.errno is None and "requested and" in str(error)):
+            reason = f"no space left ({free_bytes(path):,} bytes are free there). Free some, or choose another folder"
         else:
             reason = error.strerror or str(error)
         raise DataError(f"{doing} {error.filename or path}: {reason}") from error
-
-
-def _is_short_write(error: OSError) -> bool:
-    """numpy's tofile (and so numpy.save) reports a full disk without an errno: "1640 requested and 468 written"."""
-    return error.errno is None and "requested and" in str(error) and "written" in str(error)
-
-
-def _free_bytes(path: Path) -> int:
-    """Bytes that this user can still write to the file system of `path`, or of its closest folder that exists."""
-    folder = path
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 @contextmanager

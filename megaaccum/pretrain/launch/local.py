@@ -93,7 +93,7 @@ def _body(
     """The command that a rank runs, given the file for its error."""
     preload.prepare()
     if fork is None:
-        fork = not _has_gpu()
+        fork = not num_gpus()
     if fork:
         preload.libraries(*imports)
         _refuse_cuda()
@@ -101,16 +101,8 @@ def _body(
     return partial(_exec, argv, worker)
 
 
-def _has_gpu() -> bool:
-    """Whether there is a GPU, by the driver's management library, which starts no CUDA context."""
-    preload.import_torch()
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def num_gpus() -> int:
-    """GPUs of this machine; 0 if there is none."""
+    """GPUs of this machine by the driver's management library, which starts no CUDA context; 0 if there is none."""
     preload.import_torch()
     import torch
 

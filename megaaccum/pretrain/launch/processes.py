@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+from megaaccum.platform.files import replace_text
 
 LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
@@ -87,9 +88,7 @@ class RankError:
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)))
-        part.replace(path)
+        replace_text(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> RankError | None:

@@ -164,7 +164,8 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 def strict(record: Record) -> Record:
     """The record in strict JSON: NaN and infinities become null, and `nonfinite` holds their names."""
-    nonfinite = {key: str(value) for key, value in record.items() if _is_nonfinite(value)}
+    numbers = {key: value for key, value in record.items() if isinstance(value, float)}
+    nonfinite = {key: str(number) for key, number in numbers.items() if not math.isfinite(number)}
     if not nonfinite:
         return record
     return {key: None if key in nonfinite else value for key, value in record.items()} | {"nonfinite": nonfinite}
@@ -193,10 +194,6 @@ def parse(line: bytes) -> Record | None:
         return None
     is_record = isinstance(record, dict) and record.get("kind") in KINDS + _FORMER_KINDS
     return record if is_record and isinstance(record.get("step"), int) else None
-
-
-def _is_nonfinite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def unwritable(path: Path, error: OSError) -> MegaaccumError:

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ import megaaccum
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
-from megaaccum.platform.files import replace_text, set_aside
+from megaaccum.platform.files import installed, replace_text, set_aside
 from megaaccum.pretrain.metrics.journal import Record, unwritable
 from megaaccum.texts import parse_json, read_text
 
@@ -211,6 +210,7 @@ def opening(
     plan: Plan, *, data_digest: str, vocab_size: int, ranks: list[Record], predicted: Record, start_step: int
 ) -> Record:
     """Everything known of a start before its first step. ranks: `this_rank` of each. predicted: by the planner."""
+    packages = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     return {
         "first_step": start_step + 1,
         "launched": launched(),
@@ -218,7 +218,7 @@ def opening(
         "command": sys.argv,
         "launcher": _launcher(),
         "folder": os.getcwd(),
-        "environment": _environment(),
+        "environment": {name: text for name, text in sorted(os.environ.items()) if name in _VARIABLES},
         "configuration": _configuration(plan.config),
         "megatron": plan.config.megatron,
         "deepspeed": plan.config.deepspeed,
@@ -232,7 +232,7 @@ def opening(
         },
         "data": {"digest": data_digest, "vocab_size": vocab_size},
         "code": code(),
-        "versions": {"python": platform.python_version(), "system": platform.platform()} | _versions(),
+        "versions": {"python": platform.python_version(), "system": platform.platform()} | packages,
         "ranks": ranks,
         "predicted": predicted,
     }
@@ -270,10 +270,6 @@ def this_rank(device: str | None, device_bytes: float | None) -> Record:
     }
 
 
-def _environment() -> dict[str, str]:
-    return {name: text for name, text in sorted(os.environ.items()) if name in _VARIABLES}
-
-
 def _configuration(config: Config) -> dict[str, Record]:
     """Every key by section: its value and its origin."""
     sections: dict[str, Record] = {section: {} for section in SECTIONS}
@@ -308,16 +304,6 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _strict(content: Any) -> Any:
