@@ -27,7 +27,7 @@ from megaaccum.schedule.build import BUILT_IN, build, names
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.orders import Problem
 from megaaccum.schedule.overlap import seconds_without_barrier
-from megaaccum.schedule.render import check_format, draw, text
+from megaaccum.schedule.render import check_format, figure, save, text
 from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate
@@ -97,7 +97,8 @@ def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
         _write_run(row, args)
     if args.png:
         others = [(each.schedule, each.simulation) for each in rows[:2] if args.search and each is not row]
-        draw(row.schedule, row.simulation, args.png, beside=others, bound=row.bound if args.search else None)
+        drawn = figure(row.schedule, row.simulation, beside=others, bound=row.bound if args.search else None)
+        save(drawn, args.png)
         print(f"picture: {args.png}")
     if args.csv:
         write_csv(row.schedule, args.csv)

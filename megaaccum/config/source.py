@@ -267,7 +267,9 @@ def _pairs(loader: yaml.SafeLoader, node: yaml.MappingNode, source: Source) -> I
 def read_command_line(argv: Sequence[str]) -> Source:
     """`--key value`, `--key=value`, `--flag` and `--no-flag`, which outrank a file."""
     source = Source(COMMAND_LINE)
-    for flag, values in _flags(argv, source):
+    groups, first = flag_groups(argv)
+    source.problems += [f"{COMMAND_LINE}: unexpected {word}; keys are written --key value." for word in first]
+    for flag, values in groups:
         written = flag.removeprefix("--")
         name = canonical(written)
         if name is None and _is_negation(written) and not values:
@@ -279,18 +281,17 @@ def read_command_line(argv: Sequence[str]) -> Source:
     return source
 
 
-def _flags(argv: Sequence[str], source: Source) -> list[tuple[str, list[str]]]:
-    """The arguments in groups of a flag and the words up to the next flag."""
+def flag_groups(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(groups of a flag and the words up to the next flag, the words before the first flag) of a command line."""
     groups: list[tuple[str, list[str]]] = []
+    first: list[str] = []
     for word in argv:
-        if word.startswith("--"):
+        if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             groups.append((flag, [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(word)
         else:
-            source.problems.append(f"{COMMAND_LINE}: unexpected {word}; keys are written --key value.")
-    return groups
+            (groups[-1][1] if groups else first).append(word)
+    return groups, first
 
 
 def _is_negation(written: str) -> bool:

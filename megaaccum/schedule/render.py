@@ -62,25 +62,10 @@ def check_format(path: Path) -> None:
         raise ScheduleError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
 
 
-def draw(
-    schedule: Schedule,
-    simulation: Simulation,
-    path: Path,
-    *,
-    activation: float = 1.0,
-    deferred: float = 0.0,
-    beside: Sequence[tuple[Schedule, Simulation]] = (),
-    bound: float | None = None,
-) -> None:
-    """Write the timeline, and below it what each rank holds over time, to `path` (PNG, SVG or PDF by its ending).
-
-    beside: further timelines on the same axis, below the first. bound: a time that no order can end before, drawn as a
-    line through all. activation and deferred: as in `simulate.held`. Needs no display.
-
-    Raises ScheduleError for another ending, OSError where the file cannot be written.
-    """
+def save(drawn: Figure, path: Path) -> None:
+    """Write a `figure` to `path`, as PNG, SVG or PDF by its ending. Raises ScheduleError for another ending, OSError
+    where the file cannot be written."""
     check_format(path)
-    drawn = figure(schedule, simulation, activation=activation, deferred=deferred, beside=beside, bound=bound)
     aside = path.with_name(path.name + ".new")
     drawn.savefig(aside, format=path.suffix[1:], dpi=150)
     os.replace(aside, path)
@@ -90,12 +75,11 @@ def figure(
     schedule: Schedule,
     simulation: Simulation,
     *,
-    activation: float = 1.0,
-    deferred: float = 0.0,
     beside: Sequence[tuple[Schedule, Simulation]] = (),
     bound: float | None = None,
 ) -> Figure:
-    """The picture that `draw` writes."""
+    """The timeline, and below it what each rank holds over time. Needs no display. beside: further timelines on the
+    same axis, below the first. bound: a time that no order can end before, drawn as a line through all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -111,7 +95,7 @@ def figure(
         if bound is not None:
             lanes.axvline(bound, color="black", linestyle="--", linewidth=1.2)
             lanes.annotate(f"bound {bound:g}", (bound, 1.0), xycoords=("data", "axes fraction"), fontsize=8, ha="right")
-    _draw_memory(axes[-1], schedule, simulation, activation, deferred)
+    _draw_memory(axes[-1], schedule, simulation)
     ratio = 1 - simulation.utilisation
     drawn.suptitle(
         f"{schedule.name}: pp {schedule.pp}, {schedule.num_microbatches} micro-batches,"
@@ -144,11 +128,11 @@ def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:
     axes.margins(x=0)
 
 
-def _draw_memory(axes: Axes, schedule: Schedule, simulation: Simulation, activation: float, deferred: float) -> None:
+def _draw_memory(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:
     for rank in range(schedule.pp):
-        curve = held(schedule, simulation, rank, activation=activation, deferred=deferred)
+        curve = held(schedule, simulation, rank)
         axes.step([time for time, _ in curve], [amount for _, amount in curve], where="post", label=f"rank {rank}")
-    axes.set_ylabel("held passes" if activation == 1.0 else "held bytes")
+    axes.set_ylabel("held passes")
     axes.set_xlabel("time")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

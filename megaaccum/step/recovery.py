@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megaaccum.observe.nonfinite import Findings
     from megaaccum.sharding import ShardingBackend
 
+    Look = Callable[[], Findings | None]
+    Without = Callable[[Findings], "Attempt"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
@@ -73,14 +76,7 @@ class Recovery:
         """The factor on the loss in the next backward."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def judge(
-        self,
-        step: int,
-        attempt: Attempt,
-        *,
-        look: Callable[[], Findings | None],
-        without: Callable[[Findings], Attempt],
-    ) -> Attempt:
+    def judge(self, step: int, attempt: Attempt, *, look: Look, without: Without) -> Attempt:
         """The verdict on `attempt`, or on another one in its place.
 
         look: runs the step's micro-batches again and returns which were not finite, None if they cannot be run again.
@@ -102,9 +98,7 @@ class Recovery:
         if self.scaler is not None:
             self.scaler.update(verdict.overflow)
 
-    def _judge(
-        self, step: int, attempt: Attempt, look: Callable[[], Findings | None], without: Callable[[Findings], Attempt]
-    ) -> Attempt:
+    def _judge(self, step: int, attempt: Attempt, look: Look, without: Without) -> Attempt:
         if attempt.is_empty:
             return replace(attempt, skip=True, bad=True, note="every token of the step is masked")
         if self._keys.nonfinite == "off":
@@ -125,9 +119,7 @@ class Recovery:
             return replace(attempt, skip=attempt.norm == 0, overflow=True, bad=True, note=note)
         return self._trace_back(step, attempt, look(), without)
 
-    def _trace_back(
-        self, step: int, attempt: Attempt, findings: Findings | None, without: Callable[[Findings], Attempt]
-    ) -> Attempt:
+    def _trace_back(self, step: int, attempt: Attempt, findings: Findings | None, without: Without) -> Attempt:
         """End the run, step without the micro-batches that were not finite, or skip."""
         in_fp8 = self._fp8.describe_overflow()
         found = _UNSEEN if findings is None else str(findings)

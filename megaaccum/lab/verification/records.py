@@ -34,8 +34,8 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Step:
-    """One step on one rank. tensors: by kind. buffers: routers' biases by name."""
+class _Numbers:
+    """The numbers of one step."""
 
     loss: float
     weight: float
@@ -43,6 +43,12 @@ class Step:
     lr: float
     loss_scale: float
     skipped: bool
+
+
+@dataclass(slots=True)
+class Step(_Numbers):
+    """One step on one rank. tensors: by kind. buffers: routers' biases by name."""
+
     tensors: dict[str, list[Piece]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -64,19 +70,13 @@ class Observed:
 
 
 @dataclass(slots=True)
-class ReferenceStep:
+class ReferenceStep(_Numbers):
     """One step of one process.
 
     tensors: by kind and name, of whole parameters, float64. amplification: by name, the sum of the norms of the
     micro-batches' gradients relative to the norm of their sum. rounding: the largest relative distance of that sum from
     the gradient of the full batch, up to this step; 0 if batches go through micro-batch by micro-batch."""
 
-    loss: float
-    weight: float
-    norm: float
-    lr: float
-    loss_scale: float
-    skipped: bool
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     amplification: dict[str, float] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
 from megaaccum.pretrain.interop.load import load
 from megaaccum.schedule import Costs, build, read_csv, simulate
-from megaaccum.schedule.render import draw, text
+from megaaccum.schedule.render import figure, save, text
 
 
 def run(capsys, command: str) -> str:
@@ -150,7 +150,7 @@ def test_a_picture_of_another_kind(tmp_path, capsys):
     schedule = build("zbv", pp=2, num_microbatches=4)
     simulation = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1))
     with pytest.raises(ScheduleError):
-        draw(schedule, simulation, tmp_path / "out")
+        save(figure(schedule, simulation), tmp_path / "out")
 
 
 def test_the_table_and_the_trace(tmp_path, capsys):

@@ -91,9 +91,9 @@ def run_ranks(
 
     Raises RanksFailed with the traceback, output and, after a time-out, the stack of the ranks. No rank outlives it.
     """
-    outcomes, timed_out = _outcomes(fn, world_size, args, kwargs, timeout, init, env or {})
+    outcomes = try_ranks(fn, world_size, *args, timeout=timeout, init=init, env=env, **kwargs)
     if any(outcome.failed for outcome in outcomes):
-        raise RanksFailed(_failure_text(fn, outcomes, timeout if timed_out else None), outcomes)
+        raise RanksFailed(_failure_text(fn, outcomes, timeout), outcomes)
     return [pickle.loads(outcome.result or b"") for outcome in outcomes]
 
 
@@ -107,19 +107,6 @@ def try_ranks(
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run `fn` like run_ranks, and return how each rank ended: for tests in which ranks are meant to fail."""
-    return _outcomes(fn, world_size, args, kwargs, timeout, init, env or {})[0]
-
-
-def _outcomes(
-    fn: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float,
-    init: bool,
-    env: dict[str, str],
-) -> tuple[list[Outcome], bool]:
-    """How every rank ended, and whether the time ran out."""
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not at the top level of a module, so ranks cannot import it")
     call, context = pickle.dumps((fn, args, kwargs)), _context()
@@ -132,13 +119,13 @@ def _outcomes(
         try:
             with _environment():
                 for rank in ranks:
-                    rank.start(context, call, env)
-            timed_out = _wait(ranks, timeout)
+                    rank.start(context, call, env or {})
+            _wait(ranks, timeout)
         finally:
             for rank in ranks:
                 rank.end()
         del store
-        return [rank.outcome() for rank in ranks], timed_out
+        return [rank.outcome() for rank in ranks]
 
 
 # --- in the test process ----------------------------------------------------------------------------------------------
@@ -211,16 +198,16 @@ class Rank:
         return self.file(kind).exists()
 
 
-def _wait(ranks: list[Rank], timeout: float) -> bool:
-    """Waits until all have ended, or the time is up, or one has failed and the others had GRACE_SECONDS. Whether the
-    time was up; ranks that still run have then written their stacks."""
+def _wait(ranks: list[Rank], timeout: float) -> None:
+    """Waits until all have ended, or the time is up, or one has failed and the others had GRACE_SECONDS; ranks that
+    still run have then written their stacks."""
     deadline, failed, num_ended = time.monotonic() + timeout, False, 0
     running = [rank for rank in ranks if rank.process is not None]
     while running:
         left = deadline - time.monotonic()
         if left <= 0:
             _have_stacks_written(running)
-            return not failed
+            return
         connection.wait([rank.process.sentinel for rank in running if rank.process is not None], left)
         ended = [rank for rank in running if not rank.running]
         running = [rank for rank in running if rank not in ended]
@@ -229,7 +216,6 @@ def _wait(ranks: list[Rank], timeout: float) -> bool:
         if not failed and any(rank.failed for rank in ended):
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    return False
 
 
 def _have_stacks_written(ranks: list[Rank]) -> None:
@@ -319,13 +305,12 @@ def _destroy() -> None:
 # --- what a failure shows ---------------------------------------------------------------------------------------------
 
 
-def _failure_text(fn: Callable[..., Any], outcomes: list[Outcome], timed_out_after: float | None) -> str:
+def _failure_text(fn: Callable[..., Any], outcomes: list[Outcome], timeout: float) -> str:
     """One text with what failed first at the top, and every rank's end below."""
     failed = sorted((o for o in outcomes if o.failed), key=lambda o: (o.ended_by_harness, o.order, o.rank))
     head = f"{fn.__module__}.{fn.__qualname__} on {len(outcomes)} ranks: "
-    if timed_out_after is not None:
-        running = [outcome.rank for outcome in failed if outcome.ended_by_harness]
-        head += f"not done after {timed_out_after:g} s; ranks {running} still ran"
+    if failed[0].ended_by_harness:  # no rank failed by itself
+        head += f"not done after {timeout:g} s; ranks {[outcome.rank for outcome in failed]} still ran"
     else:
         head += f"rank {failed[0].rank} failed first"
     return "\n".join([head, *(_rank_text(outcome) for outcome in failed)])

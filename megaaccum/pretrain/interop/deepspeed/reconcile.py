@@ -74,9 +74,8 @@ class Reconciler:
             if keys.is_on(value):
                 self.refuse(path, value, refused[name])
         elif name in dropped:
-            if not keys.is_on(value):
-                return
-            self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
+            if keys.is_on(value):
+                self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
         elif name not in known:
             near = did_you_mean(name, sorted(known))
             self.problems.append(
@@ -170,11 +169,7 @@ def _precision(reconciler: Reconciler, name: str, value: object) -> None:
         _loss_scale(reconciler, block)
 
 
-_LOSS_SCALE_KEYS = {
-    "loss_scale_window": "loss_scale_window",
-    "hysteresis": "hysteresis",
-    "min_loss_scale": "min_loss_scale",
-}
+_LOSS_SCALE_KEYS = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
@@ -189,8 +184,8 @@ def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.notes.append(f"deepspeed.fp16.{', '.join(moving)}: no effect beside loss_scale {fixed:g}.")
     elif isinstance(power, int):
         reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
-    for inner, key in _LOSS_SCALE_KEYS.items() if not fixed else ():
-        reconciler.same(f"fp16.{inner}", block.get(inner), key)
+    for key in _LOSS_SCALE_KEYS if not fixed else ():
+        reconciler.same(f"fp16.{key}", block.get(key), key)
     for inner, instead in (
         ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
         ("auto_cast", "Megatron's layers take token numbers; leave it out"),
@@ -331,9 +326,7 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
     kind = str(block.get("type", ""))
     style = _DECAY_STYLES.get(kind.lower())
     if style is None:
-        reconciler.refuse(
-            "scheduler.type", kind or "(missing)", "write lr_decay_style, lr_warmup_iters and min_lr instead"
-        )
+        reconciler.refuse("scheduler.type", kind or "(missing)", _NO_SCHEDULER)
         return
     reconciler.same("scheduler.type", style, "lr_decay_style")
     params = dict(block.get("params") or {})

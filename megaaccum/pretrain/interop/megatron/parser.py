@@ -26,7 +26,7 @@ from typing import Any
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
-from megaaccum.config.source import Source, meant, parse_yaml, read_command_line
+from megaaccum.config.source import Source, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
 from megaaccum.texts import read_text
@@ -158,15 +158,8 @@ def parse(
 
 def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list[str]]]:
     """The words in groups of a flag and its values, under Megatron-LM's names."""
-    groups: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--") and len(word) > 2:
-            flag, equals, value = word.partition("=")
-            groups.append((flag, [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(word)
-        else:
-            given.problems.append(f"unexpected {word}: flags are written --name value.")
+    groups, first = flag_groups(argv)
+    given.problems += [f"unexpected {word}: flags are written --name value." for word in first]
     if len(groups) > MOST_FLAGS:
         raise ConfigError(f"{len(groups)} flags are given: the most that are read are {MOST_FLAGS}.")
     for flag, values in groups:
