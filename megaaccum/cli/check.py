@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import LoadedConfig, Source, command_parser, read_source, smallest_world
+from megaaccum.cli.arguments import LoadedConfig, command_parser, read_source, smallest_world
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_keys import ranks_told
@@ -64,19 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--world-size", "--world_size", metavar="N", type=int, help="number of ranks")
     parser.add_argument("--json", action="store_true", help="also print what DeepSpeed is given")
     return parser
-
-
-def run(
-    path: str | os.PathLike[str] | None,
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    hostfile: str | os.PathLike[str] | None = None,
-    with_json: bool = False,
-) -> str:
-    """The plan of a file and a command line as text. See `describe`."""
-    with Source(None if path is None else str(path), list(overrides)).load() as loaded:
-        return describe(loaded, world_size=world_size, hostfile=hostfile, with_json=with_json)
 
 
 def describe(

@@ -103,16 +103,6 @@ TRANSLATED = frozenset(
 """Arguments that set keys of other names, or that have an effect with another one alone."""
 
 
-def verdict_of(name: str) -> str:
-    """How an argument of Megatron's is treated in this loop: key, rule, the verdict of its list, or megatron: it acts
-    through what is Megatron's own."""
-    if name in HONOURED:
-        return "key"
-    if name in TRANSLATED:
-        return "rule"
-    return next((str(row.loop) for row in lists_in_loop() if name in row.names), "megatron")
-
-
 def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     """The plan that Megatron's arguments and `keys` make. Its first notes are on arguments that act otherwise here.
     Raises ConfigError."""

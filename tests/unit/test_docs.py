@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
-from megaaccum.cli import check
 from megaaccum.config.keys import ALIASES, SECTIONS
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
+from tests.support.check import run
 from tests.support.snippets import NOT_RUN, ON_THEIR_OWN, TOGETHER, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ def test_the_picture_runs_1f1b_without_overlap():
 
 
 def test_the_quickstart_shows_the_plan_as_it_is():
-    plan = check.run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
+    plan = run(ROOT / "configs" / "tiny_cpu.yaml", world_size=4)
     batch = plan[plan.index("Batch\n") :].split("\n\n")[0]
     assert f"```\n{batch}\n```" in (ROOT / "docs" / "start" / "quickstart.md").read_text()
 

@@ -16,6 +16,7 @@ from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.launch.hostfile import read_hostfile
+from tests.support.check import run
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
 
@@ -89,7 +90,7 @@ def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[st
 
 
 def test_what_the_command_line_recomputed_is_told(run_yaml: str) -> None:
-    text = check.run(run_yaml, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=4)
+    text = run(run_yaml, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=4)
     assert "pp_microbatches 8 of the file is recomputed to 4" in text
     assert "global_batch_size 32 of the file is recomputed to 64" in text
 
@@ -107,18 +108,18 @@ def test_every_error_of_reading_and_resolving_at_once(run_yaml: str, capsys: pyt
 
 def test_a_world_that_does_not_factor_is_told(run_yaml: str) -> None:
     with pytest.raises(ConfigError, match=r"world size 5 is not divisible by .* 2: run on 4 or 6 ranks"):
-        check.run(run_yaml, world_size=5)
+        run(run_yaml, world_size=5)
 
 
 def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
-    text = check.run(run_yaml, world_size=4, with_json=True)
+    text = run(run_yaml, world_size=4, with_json=True)
     block = json.loads(text[text.index("DeepSpeed is given") :].split("\n", 1)[1])
     assert block == deepspeed_config(resolve(load(run_yaml), world_size=4))
 
 
 @pytest.mark.parametrize("words", [["--vpp", "2"], ["--backend", "ddp"], ["--ep", "2", "--num_experts", "4"]])
 def test_other_layouts_are_described(run_yaml: str, words: list[str]) -> None:
-    text = check.run(run_yaml, words, world_size=4)
+    text = run(run_yaml, words, world_size=4)
     expected = {
         "--vpp": "interleaved 1F1B: pp 2, 2 model chunks per rank",
         "--backend": "nothing is sharded",
@@ -136,7 +137,7 @@ def test_the_bubble_shrinks_with_micro_batches_and_chunks() -> None:
 def test_a_dataset_that_is_not_here_leaves_only_the_parameters_open(tmp_path: Path, run_yaml: str) -> None:
     path = tmp_path / "elsewhere.yaml"
     path.write_text(RUN.replace("vocab_size: 1000", f"data_path: [{tmp_path}/absent]"))
-    assert "parameters: unknown before the vocabulary is" in check.run(str(path), world_size=4)
+    assert "parameters: unknown before the vocabulary is" in run(str(path), world_size=4)
 
 
 # --- the world size --------------------------------------------------------------------------------------------------
@@ -147,25 +148,25 @@ def test_the_world_size_comes_from_the_nearest_source(
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=4\nb slots=4\n")
-    assert "world_size 2 (the smallest" in check.run(run_yaml)
-    assert "world_size 4 (nproc_per_node)" in check.run(run_yaml, ["--nproc_per_node", "4"])
-    assert "world_size 8 (world_size)" in check.run(run_yaml, ["--world_size", "8", "--nproc_per_node", "4"])
+    assert "world_size 2 (the smallest" in run(run_yaml)
+    assert "world_size 4 (nproc_per_node)" in run(run_yaml, ["--nproc_per_node", "4"])
+    assert "world_size 8 (world_size)" in run(run_yaml, ["--world_size", "8", "--nproc_per_node", "4"])
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "world_size 4 (WORLD_SIZE in the environment)" in check.run(run_yaml, ["--nproc_per_node", "2"])
-    assert "world_size 8 (2 hosts of" in check.run(run_yaml, hostfile=hosts)
+    assert "world_size 4 (WORLD_SIZE in the environment)" in run(run_yaml, ["--nproc_per_node", "2"])
+    assert "world_size 8 (2 hosts of" in run(run_yaml, hostfile=hosts)
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE in the environment is 'many'"):
-        check.run(run_yaml)
+        run(run_yaml)
 
 
 def test_memory_that_few_or_no_gpus_have_is_told() -> None:
     config = str(Path(TINY).with_name("llama3_405b.yaml"))
-    assert re.search("more than an 80 GB GPU has: of the known GPUs .*b200,", check.run(config, world_size=128))
-    assert "80 GB" not in check.run(str(Path(TINY).with_name("llama3_8b.yaml")), world_size=128)
+    assert re.search("more than an 80 GB GPU has: of the known GPUs .*b200,", run(config, world_size=128))
+    assert "80 GB" not in run(str(Path(TINY).with_name("llama3_8b.yaml")), world_size=128)
     with pytest.raises(ConfigError, match=r"memory_gib to what there is, at least \d+: of the known GPUs .*b200,"):
-        check.run(config, ["--memory_gib", "80"], world_size=128)
+        run(config, ["--memory_gib", "80"], world_size=128)
     with pytest.raises(ConfigError, match=r"at least \d+: no known GPU has that, the largest is \w+ with \d+ GiB"):
-        check.run(config, ["--memory_gib", "80", "--micro_batch_size", "8"], world_size=128)
+        run(config, ["--memory_gib", "80", "--micro_batch_size", "8"], world_size=128)
 
 
 def test_a_hostfile_and_a_world_size_exclude_each_other(run_yaml: str) -> None:
@@ -236,46 +237,46 @@ def test_help_tells_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_whole_ramp_is_shown_with_what_was_rounded() -> None:
-    text = check.run(TINY, ["--rampup_batch_size", "8", "8", "200", "--global_batch_size", "64"])
+    text = run(TINY, ["--rampup_batch_size", "8", "8", "200", "--global_batch_size", "64"])
     rows = text[text.index("Batch warm-up") :].splitlines()[2:8]
     assert rows[0].split()[-6:] == ["1", "*", "4", "=", "4", "20.0%"]
     assert [row.split("  ")[1] for row in rows] == ["1 to 4", "5", "6", "7", "8", "9 on"]
     assert "batches of 8 sequences are rounded up to 16" in text
-    assert "Batch warm-up" not in check.run(TINY)
+    assert "Batch warm-up" not in run(TINY)
 
 
 def test_the_arithmetic_of_the_learning_rate_is_shown() -> None:
     scaling = ["--lr_scaling", "sqrt", "--lr_reference_batch_size", "8"]
-    text = check.run(TINY, [*scaling, "--batch_warmup_steps", "4", "--lr_scaling_follows_rampup"])
+    text = run(TINY, [*scaling, "--batch_warmup_steps", "4", "--lr_scaling_follows_rampup"])
     assert "factor = (32 sequences / lr_reference_batch_size 8) ^ 0.5 = 2" in text
     assert "lr = 0.006 * 2 = 0.012" in text
     assert "min_lr = 0.0006 * 2 = 0.0012" in text
     assert "the step's own batch" in text
-    assert "Learning rate" not in check.run(TINY)
+    assert "Learning rate" not in run(TINY)
 
 
 def test_a_static_graph_has_no_warm_up_and_says_so() -> None:
-    text = check.run(TINY, ["--static_graph", "--batch_warmup_steps", "8"])
+    text = run(TINY, ["--static_graph", "--batch_warmup_steps", "8"])
     assert "static_graph: batch_warmup_steps 8 is set to 0." in text
     assert "static_graph: every step has this count and this shape" in text
     assert "Batch warm-up" not in text
 
 
 def test_documents_have_their_bytes_and_what_packed_rows_cannot_do_is_said(run_yaml: str) -> None:
-    assert "reset_attention_mask" not in check.run(run_yaml)
+    assert "reset_attention_mask" not in run(run_yaml)
     keys = ["--reset_attention_mask", "--micro_batch_size", "1", "--position_embedding_type", "rope"]
-    text = check.run(run_yaml, keys)
+    text = run(run_yaml, keys)
     tokens = int(text.partition("reset_attention_mask: a micro-batch has ")[2].split()[0].replace(",", ""))
     assert f"and no mask, of {tokens * tokens:,} bytes" in text
     assert "on a GPU with Transformer Engine" not in text
     predicts = [*keys, "--mtp_num_layers", "1"]
-    assert "on a GPU with Transformer Engine: reset_attention_mask with" in check.run(run_yaml, predicts)
-    assert "on a GPU" not in check.run(run_yaml, [*predicts, "--transformer_impl", "local"])
+    assert "on a GPU with Transformer Engine: reset_attention_mask with" in run(run_yaml, predicts)
+    assert "on a GPU" not in run(run_yaml, [*predicts, "--transformer_impl", "local"])
 
 
 def test_a_start_that_is_verified_says_what_it_does_not_see(run_yaml: str) -> None:
-    assert "verify_at_start" not in check.run(run_yaml)
-    text = check.run(run_yaml, ["--verify_at_start"])
+    assert "verify_at_start" not in run(run_yaml)
+    text = run(run_yaml, ["--verify_at_start"])
     assert "verify_at_start: two more forwards and backwards before the first step" in text
     assert "is not seen: sums over tp" in text
 
@@ -285,4 +286,4 @@ def test_a_start_that_is_verified_says_what_it_does_not_see(run_yaml: str) -> No
 )
 def test_what_a_step_gains_without_a_barrier(run_yaml: str, name: str, words: str) -> None:
     keys = ["--schedule", name, "--speculative_step"]
-    assert f"speculative_step {words}" in check.run(run_yaml, keys, world_size=4).replace(": a step", "")
+    assert f"speculative_step {words}" in run(run_yaml, keys, world_size=4).replace(": a step", "")

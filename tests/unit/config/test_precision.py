@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.cli import check
 from megaaccum.config import Plan, precision
 from megaaccum.pretrain.interop.load import load
+from tests.support.check import run
 from tests.support.configs import SMALL, plan
 
 H100, T4 = (9, 0), (7, 5)
@@ -35,7 +35,7 @@ def test_it_follows_the_device_and_says_so(capability, dtype, why, device) -> No
 
 def test_check_prints_it(device) -> None:
     device(H100)
-    text = check.run(None, [word for key, value in SMALL.items() for word in (f"--{key}", str(value))])
+    text = run(None, [word for key, value in SMALL.items() for word in (f"--{key}", str(value))])
     assert "parameters bf16, gradients added in fp32 and reduced in fp32, optimizer in fp32" in text
     assert "params_dtype bf16: no precision is given, and this machine's GPU has BF16" in text
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megaaccum.cli.check import run
 from megaaccum.errors import ConfigError
 from megaaccum.schedule import build, write_csv
+from tests.support.check import run
 from tests.support.configs import plan
 
 PP2 = dict(pipeline_model_parallel_size=2)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.cli import check
 from megaaccum.errors import ConfigError
 from megaaccum.model import fp8
+from tests.support.check import run
 from tests.support.configs import plan
 
 PACKAGE = Path(fp8.__file__).parents[1]
@@ -66,10 +66,10 @@ def test_a_run_without_fp8_has_nothing_to_do_and_needs_no_transformer_engine():
 def test_the_plan_tells_what_is_computed_in_fp8(tmp_path):
     keys = "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 8\nseq_length: 64\nlr: 1e-3\ntrain_iters: 9\n"
     (tmp_path / "run.yaml").write_text(keys + "vocab_size: 100\nglobal_batch_size: 4\nbf16: true\nfp8: hybrid\n")
-    text = check.run(tmp_path / "run.yaml", ["--fp8_amax_history_len", "16"], world_size=2)
+    text = run(tmp_path / "run.yaml", ["--fp8_amax_history_len", "16"], world_size=2)
     assert "e4m3 forward and e5m2 for gradients, fp8_recipe delayed" in text
     assert "most_recent of the last 16 micro-batches, the same on the tp 1 * cp 1 * dp 2 ranks" in text
-    bf16 = check.run(
+    bf16 = run(
         tmp_path / "run.yaml", ["--fp8_recipe", "blockwise", "--first_last_layers_bf16"], world_size=1
     )  # fmt: skip
     assert "one per block of 128" in bf16

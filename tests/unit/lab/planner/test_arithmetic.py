@@ -6,12 +6,12 @@ import math
 import re
 from pathlib import Path
 
-from megaaccum.cli import check
 from megaaccum.config.derive import derive
 from megaaccum.lab.planner import comm
 from megaaccum.lab.planner.comm import Group, Links
 from megaaccum.lab.planner.footprint import ShardingMode, StateBytes, state_bytes
 from megaaccum.observe.noise_scale import estimate
+from tests.support.check import run
 from tests.support.configs import make
 
 PAGE = (Path(__file__).parents[4] / "docs" / "concepts" / "arithmetic.md").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def test_what_each_sync_mode_keeps_of_whole_gradients() -> None:
 def test_the_tokens_of_a_step() -> None:
     words = "--num_layers 2 --hidden_size 64 --num_attention_heads 4 --seq_length 2048 --vocab_size 100 --lr 1e-3"
     words += " --train_iters 1 --micro_batch_size 4 --grad_accum_steps 16"
-    text = check.run(None, words.split(), world_size=8)
+    text = run(None, words.split(), world_size=8)
     for line in re.findall(r"^(?:global_batch_size|tokens_per_step) = .*", PAGE, re.MULTILINE):
         assert line in text
 

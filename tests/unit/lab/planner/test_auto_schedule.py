@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.cli import check
 from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import auto_schedule, sync_mode
 from megaaccum.schedule.build import entry
 from megaaccum.step import chunk_config
 from megaaccum.units import GIB
+from tests.support.check import run
 from tests.support.configs import plan
 
 AUTO = dict(
@@ -135,10 +135,10 @@ def test_chunks_of_ones_own_need_a_name() -> None:
 def test_check_prints_it(tmp_path: Path) -> None:
     words = [word for key, value in (AUTO | dict(micro_batch_size=1, pp_microbatches=16, num_attention_heads=8, lr=1e-3,
              train_iters=10)).items() for word in (f"--{key}", str(value))]  # fmt: skip
-    text = check.run(None, words)
+    text = run(None, words)
     assert "ZB-V: pp 4" in text
     assert "schedule auto: zbv with 2 model chunks per rank, the fastest predicted (then" in text
     at = words.index("--vocab_size")
     words[at : at + 2] = ["--data_path", str(tmp_path / "absent")]
-    without = check.run(None, words)
+    without = run(None, words)
     assert "schedule auto: 1f1b is shown, as the vocabulary is not known yet." in without

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.cli import check
 from megaaccum.config import resolve
 from megaaccum.lab.planner import footprint, matrices
 from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
@@ -12,6 +11,7 @@ from megaaccum.lab.planner.sync_mode import Forecast
 from megaaccum.optim.owners import assign, balance
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics.param_count import layer_parameters
+from tests.support.check import run
 from tests.support.parity import merged
 
 BASE = (
@@ -64,7 +64,7 @@ def test_owners_of_llama_3_8b_are_even(world_size):
 
 
 def test_check_says_what_muon_costs():
-    text = check.run(None, merged(BASE, LLAMA_3_8B), world_size=8)
+    text = run(None, merged(BASE, LLAMA_3_8B), world_size=8)
     assert "Muon: 224 matrices of a stage over 8 owners (tp 1 * cp 1 * dp 8), the busiest with 1.00 times" in text
     assert "to owners and" in text
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.cli import check
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import footprint, micro_batch, sync_mode
 from megaaccum.units import GIB
+from tests.support.check import run
 from tests.support.configs import plan
 
 OPEN = dict(
@@ -77,6 +77,6 @@ def test_where_not_even_one_fits_the_error_is_that_of_the_sync_mode() -> None:
 def test_check_prints_it() -> None:
     words = [word for key, value in (OPEN | dict(num_attention_heads=8, lr=1e-3, train_iters=10)).items()
              if value is not None for word in (f"--{key}", str(value))]  # fmt: skip
-    text = check.run(None, [*words, "--memory_gib", "100"])
+    text = run(None, [*words, "--memory_gib", "100"])
     assert "micro_batch_size 1 *" not in text
     assert "the fastest predicted of those that fit" in text

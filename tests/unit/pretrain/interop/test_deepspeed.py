@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megaaccum.cli.check import run
 from megaaccum.config import resolve
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
@@ -14,6 +13,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed import keys
 from megaaccum.pretrain.interop.deepspeed.reconcile import ORIGIN
 from megaaccum.pretrain.interop.load import load
+from tests.support.check import run
 from tests.support.configs import SMALL, plan
 
 

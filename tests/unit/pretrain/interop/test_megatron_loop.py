@@ -12,7 +12,7 @@ import pytest
 from megaaccum.config.keys import all_keys
 from megaaccum.config.megatron_arguments import lists_in_loop, optimizer_of
 from megaaccum.errors import ConfigError
-from megaaccum.loop.pretrain import HONOURED, TRANSLATED, plan_of, verdict_of
+from megaaccum.loop.pretrain import HONOURED, TRANSLATED, plan_of
 from megaaccum.pretrain.interop.megatron import parser
 from megaaccum.upstream import megatron_training
 from tests.unit.pretrain.interop.test_megatron import something_else
@@ -41,6 +41,16 @@ def outcome(text: str, **keys: Any) -> tuple[dict[str, object], list[str], str]:
     except ConfigError as error:
         return {}, [], str(error)
     return plan.facts(), plan.notes, ""
+
+
+def verdict_of(name: str) -> str:
+    """How an argument of Megatron's is treated in this loop: key, rule, the verdict of its list, or megatron: it acts
+    through what is Megatron's own."""
+    if name in HONOURED:
+        return "key"
+    if name in TRANSLATED:
+        return "rule"
+    return next((str(row.loop) for row in lists_in_loop() if name in row.names), "megatron")
 
 
 PLAIN = outcome("")
