@@ -309,7 +309,7 @@ def _failure_text(fn: Callable[..., Any], outcomes: list[Outcome], timeout: floa
     """One text with what failed first at the top, and every rank's end below."""
     failed = sorted((o for o in outcomes if o.failed), key=lambda o: (o.ended_by_harness, o.order, o.rank))
     head = f"{fn.__module__}.{fn.__qualname__} on {len(outcomes)} ranks: "
-    if failed[0].ended_by_harness:  # no rank failed by itself
+    if failed[0].ended_by_harness:  # no rank failed before the time was up
         head += f"not done after {timeout:g} s; ranks {[outcome.rank for outcome in failed]} still ran"
     else:
         head += f"rank {failed[0].rank} failed first"
