@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from megaaccum.distributed.start import build_groups
     from megaaccum.engine import Engine, initialize
     from megaaccum.executor.entry import get_forward_backward_func
+    from megaaccum.lab.planner.chunk_costs import calibrate
     from megaaccum.lab.verification.user_model import verify
     from megaaccum.model.hf_stages import hf_stages
     from megaaccum.step.result import StepResult
@@ -24,7 +25,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch", "CheckpointError", "ConfigError", "Engine", "Layout", "MegaaccumError", "Optimizer", "Plan",
     "Quantization", "RankDisagreement", "Run", "ScheduleError", "Sharding", "Step", "StepError", "StepResult",
-    "__version__", "build_groups", "get_forward_backward_func", "hf_stages", "initialize", "megatron_loop", "verify",
+    "__version__", "build_groups", "calibrate", "get_forward_backward_func", "hf_stages", "initialize", "megatron_loop",
+    "verify",
 ]  # fmt: skip
 
 _ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
@@ -37,6 +39,7 @@ _OF_AN_ENGINE = {
     "Engine": "megaaccum.engine",
     "StepResult": "megaaccum.step.result",
     "build_groups": "megaaccum.distributed.start",
+    "calibrate": "megaaccum.lab.planner.chunk_costs",
     "get_forward_backward_func": "megaaccum.executor.entry",
     "hf_stages": "megaaccum.model.hf_stages",
     "initialize": "megaaccum.engine",

@@ -45,12 +45,9 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    limits = Limits(
-        fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp
-    )  # fmt: skip
+    limits = Limits(fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
     start = time.monotonic()
-    with _Bar() as bar:
-        ranked = search(workload, limits, rank=args.rank, progress=bar.show)
+    ranked = search(workload, limits, rank=args.rank)
     seconds = time.monotonic() - start
     if args.why_not:
         print(why_not(workload, parse_axes(args.why_not), limits, ranked, rank=args.rank))
@@ -154,24 +151,3 @@ def _print_table(
     print("GiB of the most loaded rank; * parameters stream; --wide shows every axis.")
     print("--explain ROW writes the arithmetic out; --write F --row N a configuration.")
     print(printable(f"Figures of {hardware.name}: {hardware.source}"))
-
-
-class _Bar:
-    """A line on stderr that says how far a search is, once it has taken a second."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._shown = False
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self._start > 1.0 and sys.stderr.isatty():
-            filled = 30 * done // total
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} layouts", end="", file=sys.stderr)
-            self._shown = True
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown:
-            print(file=sys.stderr)

@@ -100,3 +100,104 @@ def test_what_cannot_be_measured(model: str, text: str) -> None:
 
     with pytest.raises(ConfigError, match=text):
         layer_costs.of_one_layer_each(replace(Case(2, ""), model=model).plan().config)
+
+
+# --- chunks of one's own ---------------------------------------------------------------------------------------------
+
+
+def own_chunks(folder: str) -> dict:
+    """Profiles of the stages of tests/support/user_models.py: of 4 stages of a layer each, of 2, and of a loss that is
+    compared with the whole model's."""
+    import torch
+
+    from megaaccum import Plan, calibrate
+    from tests.support import user_models
+
+    losses = []
+
+    def forward_step(data_iterator, chunk):
+        output, loss_func = user_models.forward_step(data_iterator, chunk)
+
+        def noting(logits):
+            losses.append(loss_func(logits)[0])
+            return (losses[-1], *loss_func(logits)[1:])
+
+        return output, noting
+
+    layout, batch = dict(pp=2, schedule="zbv"), dict(seq_length=user_models.SEQ, micro_batch_size=user_models.ROWS)
+    plan = Plan.of(
+        layout=layout, batch=batch | dict(pp_microbatches=8), sharding=dict(backend="ddp"), world_size=2,
+        hidden_size=32, vocab_size=user_models.VOCAB, bf16=False,
+    )  # fmt: skip
+    (microbatch, *_) = user_models.batches(0)
+    torch.manual_seed(1)
+    four = calibrate(plan, user_models.quiet_stage, forward_step, microbatch, repeats=2, path=f"{folder}/four.json")
+    piecewise = float(losses[-1])
+    calibrate(plan, user_models.quiet_stage, forward_step, microbatch, stages=1, repeats=1)
+    drawn = calibrate(plan, user_models.quiet_stage, user_models.forward_step, stages=2, repeats=1)
+    uneven = calibrate(plan, user_models.quiet_stage, user_models.forward_step, microbatch, stages=6, repeats=1)
+    refused = {}
+    for name, build, keys in (("plain", user_models.plain, {}), ("none", user_models.quiet_stage, dict(stages=0))):
+        try:
+            calibrate(plan, build, user_models.forward_step, microbatch, **keys)
+        except ConfigError as error:
+            refused[name] = str(error)
+    sizes = [sum(each.numel() for each in user_models.quiet_stage(s, 4).parameters()) for s in range(4)]
+    return dict(
+        four=four, drawn=drawn, uneven=uneven, refused=refused, sizes=sizes, losses=(piecewise, float(losses[-1])),
+        still_built=torch.distributed.is_initialized() and _is_built(),
+    )  # fmt: skip
+
+
+def _is_built() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    (found,) = run_ranks(own_chunks, 1, str(folder))
+    return found | {"folder": folder}
+
+
+def test_chunks_of_ones_own(measured) -> None:
+    """Ends cost what they take over a chunk between them; the state is counted in bytes."""
+    found, sizes = measured["four"], measured["sizes"]
+    assert found.pattern == "ETTTTL"
+    per_element = found.kinds["T"].state / sizes[1]
+    assert per_element == 4 + 2 * 4 + 8, "DDP: FP32 weights, gradients and buckets, two moments"
+    assert found.kinds["E"].state == per_element * (sizes[0] - sizes[1])
+    assert found.kinds["L"].state == per_element * (sizes[3] - sizes[1])
+    layer = found.kinds["T"]
+    assert layer.forward > 0 and layer.input_grad > 0
+    assert layer.activation >= 4 * 12 * 2 * 32, "its input at the least"
+
+
+def test_the_chunks_are_run_as_a_pipeline_runs_them(measured) -> None:
+    """The last chunk's loss, by what was handed on from chunk to chunk, is the whole model's."""
+    piecewise, whole = measured["losses"]
+    assert piecewise == pytest.approx(whole, rel=1e-5)
+    assert not measured["still_built"]
+
+
+def test_chunks_that_differ_have_letters_of_their_own(measured) -> None:
+    assert measured["drawn"].pattern == "ab"
+    assert measured["uneven"].pattern == "abbcbd", "of 4 layers in 6 stages two have none, the first an embedding"
+
+
+def test_what_calibrate_refuses(measured) -> None:
+    assert "chunk 0 (Plain) has no set_input_tensor(tensor)" in measured["refused"]["plain"]
+    assert "stages is 0" in measured["refused"]["none"]
+
+
+def test_schedule_and_plan_take_the_profile(measured, capsys) -> None:
+    from megaaccum.cli import main
+
+    words = f"--pp 2 -m 8 --schedule zbv --profile {measured['folder']}/four.json --cut --no-timeline"
+    assert main(["schedule", *words.split()]) == 0
+    assert "cut for zbv" in capsys.readouterr().out
+    plan = "plan configs/tiny_cpu.yaml --gpus 4 --fix pp=2,dp=2 --search --profile"
+    assert main([*plan.split(), f"{measured['folder']}/four.json"]) == 0
+    assert "searched" in capsys.readouterr().out

@@ -67,6 +67,10 @@ class Stage(nn.Module):
         return self.head(x).transpose(0, 1) if self.post_process else x
 
 
+def quiet_stage(stage: int, stages: int) -> nn.Module:
+    return Stage(stage, stages).eval()  # without dropout
+
+
 def forward_step(data_iterator, chunk):
     batch = next(data_iterator)
 

@@ -58,6 +58,7 @@ def test_public_names():
         "StepResult",
         "__version__",
         "build_groups",
+        "calibrate",
         "get_forward_backward_func",
         "hf_stages",
         "initialize",

@@ -44,8 +44,6 @@ class Efficiency:
     """Seconds of a micro-batch beside its layers."""
     network: float = 0.8
     """Share of the network's bandwidth, between nodes."""
-    spread: float = 0.0
-    """By how much a step is longer per doubling of the nodes: the slowest of many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

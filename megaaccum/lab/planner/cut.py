@@ -58,10 +58,7 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
     if pp == 1:
         return PlannedCut(note="there is no pipeline to cut")
-    layers = split_layers(work.model.num_layers, pp * vpp)
-    assert layers is not None, "candidates.py plans only layers that have a split"
-    predicted = predicted_profile(work, at)
-    profile = predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
+    layers, profile = _layers_and_profile(work, at, profile)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     placement = schedule.placement
@@ -90,10 +87,7 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     if pp == 1 or pp * vpp * m > MOST_PASSES:
         return None
-    layers = split_layers(work.model.num_layers, pp * vpp)
-    assert layers is not None, "candidates.py plans only layers that have a split"
-    predicted = predicted_profile(work, at)
-    profile = predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
+    layers, profile = _layers_and_profile(work, at, profile)
     named = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     hop = float(np.ravel(work.time_model(work.memory_model()).hop_seconds(at))[0])
     costs, memory = profile.costs(_with_ends(layers), p2p=hop), Memory.counted(pp * vpp, chunks=vpp)
@@ -103,6 +97,14 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     found = search_order(problem, start=[named], iterations=ORDERS, seed=0, name=name)
     gain = simulate(named, costs).makespan - simulate(found.schedule, costs).makespan
     return float(ranked.time.total[index]) - max(0.0, gain)
+
+
+def _layers_and_profile(work: Workload, at: Layouts, profile: Profile | None) -> tuple[list[int], Profile]:
+    """The even split of a pipeline's layers, and their costs: measured ones, or those that are predicted."""
+    layers = split_layers(work.model.num_layers, int(at.pp[0] * at.vpp[0]))
+    assert layers is not None, "candidates.py plans only layers that have a split"
+    predicted = predicted_profile(work, at)
+    return layers, predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
 
 
 def _of_this_model(profile: Profile, pattern: str) -> Profile:

@@ -6,10 +6,13 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import names_where
+from megaaccum.config.layout import RankLayout
+from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, from_rows
+from megaaccum.lab.planner.layouts import SCHEDULES, from_rows, row_of
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.metrics.journal import Record
@@ -34,7 +37,7 @@ def fitted_to(workload: Workload, path: str, *, file: str | os.PathLike[str] | N
     run = replace(
         workload, config=ran, model=ran.model, sharding=ran.sharding, world_size=receipt["plan"]["layout"]["world_size"]
     )  # fmt: skip
-    predicted = float(run.time_model(run.memory_model()).step(from_rows([_row(receipt, path)])).total[0])
+    predicted = float(run.time_model(run.memory_model()).step(from_rows([_row(receipt, ran, path)])).total[0])
     source = f"everything {measured / predicted:.3g} times as long, as {path} measured"
     name = workload.hardware.name
     per_node = workload.hardware.links.gpus_per_node
@@ -54,21 +57,9 @@ def _check_model(workload: Workload, receipt: Record, path: str) -> None:
         raise ConfigError(f"--from-run {path}: the run was of another model, with {', '.join(other[:4])}.")
 
 
-def _row(receipt: Record, path: str) -> dict[str, int]:
-    at, batch = receipt["plan"]["layout"], receipt["plan"]["batch"]
-    keys = {name: facts["value"] for section in receipt["configuration"].values() for name, facts in section.items()}
-    if at["schedule"] not in SCHEDULES:
-        raise ConfigError(
-            f"--from-run {path}: its schedule {at['schedule']} is a table, for which no time is predicted."
-        )
-    return dict(
-        **{axis: at[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
-        micro_batch_size=batch["micro_batch_size"],
-        pp_microbatches=batch["pp_microbatches"],
-        grad_accum_steps=batch["num_microbatches"] // batch["pp_microbatches"],
-        recompute=RECOMPUTE.index(keys["recompute_granularity"] or "none"),
-        schedule=SCHEDULES.index(at["schedule"]),
-        sync=SYNC_MODES.index(keys["sync"]),
-        zero_stage=keys["zero_stage"],
-        sequence_parallel=int(keys["sequence_parallel"]),
-    )
+def _row(receipt: Record, ran: Config, path: str) -> dict[str, int]:
+    cut = receipt["plan"]["batch"]  # with what follows from it
+    at, batch = RankLayout(**receipt["plan"]["layout"]), BatchPlan(**{f.name: cut[f.name] for f in fields(BatchPlan)})
+    if at.schedule not in SCHEDULES:
+        raise ConfigError(f"--from-run {path}: its schedule {at.schedule} is a table, for which no time is predicted.")
+    return row_of(at, batch, ran) | dict(grad_accum_steps=batch.num_microbatches // batch.pp_microbatches)

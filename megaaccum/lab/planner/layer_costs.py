@@ -45,7 +45,7 @@ NAMES = {
     HEAD: "final norm, head and loss",
 }
 Args = tuple[Any, ...]
-_COSTS = ("forward", "input_grad", "weight_grad", "activation", "deferred")
+COSTS = ("forward", "input_grad", "weight_grad", "activation", "deferred")
 
 
 def measure(plan: Plan, *, vocab_size: int, repeats: int, data_parallel_size: int = 1) -> Profile:
@@ -71,7 +71,7 @@ def measure(plan: Plan, *, vocab_size: int, repeats: int, data_parallel_size: in
         for _ in range(repeats + 1):
             runs.append(pieces.run(microbatch_of(small, vocab_size), forward_step))
             chunk.zero_grad(set_to_none=True)
-        states = pieces.states(_bytes_per_element(plan, data_parallel_size))
+        states = pieces.states(bytes_per_element(plan, data_parallel_size))
     recomputes = plan.config.model.recompute_granularity == "full"
     kinds = {kind: _median(kind, runs[1:], state, recomputes=recomputes) for kind, state in states.items()}
     return Profile(pattern=pattern, kinds=_with_heads(kinds))
@@ -91,15 +91,9 @@ def of_one_layer_each(config: Config) -> Plan:
             "recompute_method block recomputes some layers of a chunk, and a profile has one cost for each kind of"
             " layer: set recompute_method to uniform to measure."
         )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    shared = max(layout.tensor_model_parallel_size * layout.context_parallel_size, layout.expert_model_parallel_size)
-    if ranks != shared:
-        raise ConfigError(
-            f"a layer is shared by {shared} ranks (tensor_model_parallel_size {layout.tensor_model_parallel_size},"
-            f" context_parallel_size {layout.context_parallel_size}, expert_model_parallel_size"
-            f" {layout.expert_model_parallel_size}), but {ranks} run: start `megaaccum calibrate` under torchrun with"
-            f" --nproc-per-node {shared}, or set these sizes to 1."
-        )
+    ranks = sharing_ranks(
+        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
+    )
     small = copy.deepcopy(config)
     set_aside(small, names_where(lambda facts: facts.planned))
     for name in _SHARING:
@@ -116,6 +110,18 @@ def of_one_layer_each(config: Config) -> Plan:
     return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, schedule="zb-h1"))
 
 
+def sharing_ranks(tp: int, cp: int, ep: int) -> int:
+    """The ranks that share a layer. Raises ConfigError if those of this start are not as many."""
+    ranks, shared = int(os.environ.get("WORLD_SIZE", "1")), max(tp * cp, ep)
+    if ranks != shared:
+        raise ConfigError(
+            f"a layer is shared by {shared} ranks (tensor_model_parallel_size {tp}, context_parallel_size {cp},"
+            f" expert_model_parallel_size {ep}), but {ranks} run: start the measurement under torchrun with"
+            f" --nproc-per-node {shared}, or set these sizes to 1."
+        )
+    return ranks
+
+
 _SHARING = (
     "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
     "sequence_parallel",
@@ -130,7 +136,7 @@ def microbatch_of(plan: Plan, vocab_size: int) -> dict[str, torch.Tensor]:
     return dict(tokens=tokens, labels=tokens.roll(-1, dims=1), position_ids=positions, loss_mask=torch.ones(shape))
 
 
-def _bytes_per_element(plan: Plan, ranks: int) -> float:
+def bytes_per_element(plan: Plan, ranks: int) -> float:
     """Bytes of a parameter with its gradient and optimizer state, whole ones and shards over `ranks`."""
     mode = chosen(plan)
     each = state_bytes(mode if mode.sync == "streaming" else dataclasses.replace(mode, sync="resident"),
@@ -151,13 +157,59 @@ class Piece:
     cost: dict[str, float] = field(default_factory=dict)
 
 
+class PieceTimer:
+    """Times the pieces of a forward, one after another, and then their backwards. made: the pieces of this forward."""
+
+    def __init__(self) -> None:
+        self._device = cpu.device()
+        self.made: list[Piece] = []
+
+    def begin(self, kind: str, start: torch.Tensor | None, module: torch.nn.Module) -> None:
+        """Begin a piece of `kind` with the input `start`, whose weights are those of `module`."""
+        piece = Piece(kind, start)
+        self.made.append(piece)
+        self._open = ExitStack()
+        self._open.enter_context(_bytes_kept(module, piece))
+        self._began = self._now()
+
+    def end(self, output: torch.Tensor) -> None:
+        """End the last piece, which has made `output`."""
+        piece = self.made[-1]
+        piece.cost["forward"] = self._now() - self._began
+        self._open.close()
+        piece.output = output
+
+    def drop(self) -> None:
+        """Forget the last piece, in which nothing has run."""
+        self.made.pop()
+        self._open.close()
+
+    def backward(self, piece: Piece, grad: torch.Tensor | None) -> None:
+        """Time both halves of the backward of `piece`. grad: its output's gradient; None of a loss."""
+        owed, began = WeightGrads(), self._now()
+        assert piece.output is not None
+        with put_aside(owed):
+            torch.autograd.backward(piece.output, grad)
+        between = self._now()
+        piece.cost |= {"input_grad": between - began, "deferred": float(owed.nbytes())}
+        piece.output = piece.then = None
+        between = self._now()
+        owed.compute()
+        piece.cost["weight_grad"] = self._now() - between
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
 class Pieces:
     """Cuts the graph of `chunk` before and after each layer, while it is entered."""
 
     def __init__(self, chunk: Any, plan: Plan):
-        self._chunk, self._stack, self._device = chunk, ExitStack(), cpu.device()
+        self._chunk, self._stack = chunk, ExitStack()
         self._is_moe = expert_layers(plan.config.model)
-        self._made: list[Piece] = []
+        self._timer = PieceTimer()
 
     def __enter__(self) -> Pieces:
         for kind, module in self._layers():
@@ -179,23 +231,23 @@ class Pieces:
 
     def states(self, each: float) -> dict[str, float]:
         """Bytes of every kind, at `each` bytes per parameter."""
-        layers = {kind: _elements(module) for kind, module in self._layers()}
-        embedding = _elements(self._chunk.embedding)
-        rest = _elements(self._chunk) - embedding - sum(layers.values())
+        layers = {kind: elements(module) for kind, module in self._layers()}
+        embedding = elements(self._chunk.embedding)
+        rest = elements(self._chunk) - embedding - sum(layers.values())
         if self._chunk.share_embeddings_and_output_weights:
             rest += self._chunk.embedding.word_embeddings.weight.numel()  # of its own, on another stage
         return {kind: n * each for kind, n in {EMBEDDING: embedding, **layers, HEAD: rest}.items()}
 
     def run(self, microbatch: dict[str, torch.Tensor], forward_step: ForwardStepFunc) -> list[Piece]:
         """The pieces of one micro-batch, which has gone forward and backward, with their costs."""
-        self._made = []
-        self._begin(EMBEDDING, None)
+        self._timer = timer = PieceTimer()
+        timer.begin(EMBEDDING, None, self._chunk)
         output, loss_func = forward_step(iter([microbatch]), self._chunk)
         loss, *_ = loss_func(output)
-        self._end(loss)
-        for piece in reversed(self._made):
-            self._backward(piece)
-        return self._made
+        timer.end(loss)
+        for piece in reversed(timer.made):
+            timer.backward(piece, None if piece.then is None else piece.then.grad)
+        return timer.made
 
     def _before(self, kind: str) -> Callable[..., Any]:
         def cut(module: torch.nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
@@ -214,47 +266,17 @@ class Pieces:
 
     def _cut(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """Ends the piece that made `hidden` and begins the next one, of `kind`. Returns its input."""
-        if hidden is self._made[-1].start:  # nothing has run since the last cut
-            self._made.pop()
-            self._open.close()
+        timer = self._timer
+        if hidden is timer.made[-1].start:  # nothing has run since the last cut
+            timer.drop()
         else:
-            self._end(hidden)
-            hidden = self._made[-1].then = hidden.detach().requires_grad_()
-        self._begin(kind, hidden)
+            timer.end(hidden)
+            hidden = timer.made[-1].then = hidden.detach().requires_grad_()
+        timer.begin(kind, hidden, self._chunk)
         return hidden
 
-    def _begin(self, kind: str, start: torch.Tensor | None) -> None:
-        piece = Piece(kind, start)
-        self._made.append(piece)
-        self._open = ExitStack()
-        self._open.enter_context(_bytes_kept(self._chunk, piece))
-        self._began = self._now()
 
-    def _end(self, output: torch.Tensor) -> None:
-        piece = self._made[-1]
-        piece.cost["forward"] = self._now() - self._began
-        self._open.close()
-        piece.output = output
-
-    def _backward(self, piece: Piece) -> None:
-        owed, began = WeightGrads(), self._now()
-        assert piece.output is not None
-        with put_aside(owed):
-            torch.autograd.backward(piece.output, None if piece.then is None else piece.then.grad)
-        between = self._now()
-        piece.cost |= {"input_grad": between - began, "deferred": float(owed.nbytes())}
-        piece.output = piece.then = None
-        between = self._now()
-        owed.compute()
-        piece.cost["weight_grad"] = self._now() - between
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
-def _elements(module: torch.nn.Module) -> int:
+def elements(module: torch.nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
@@ -279,7 +301,7 @@ def _bytes_kept(chunk: torch.nn.Module, piece: Piece) -> Any:
 def _median(kind: str, runs: list[list[Piece]], state: float, *, recomputes: bool) -> LayerCost:
     """Medians over `runs` of what the pieces of `kind` come to in one of them."""
     pieces = [[piece for piece in run if piece.kind == kind] for run in runs]
-    cost = {name: statistics.median(sum(p.cost[name] for p in run) for run in pieces) for name in _COSTS}
+    cost = {name: statistics.median(sum(p.cost[name] for p in run) for run in pieces) for name in COSTS}
     start = pieces[0][0].start
     if recomputes and kind in (DENSE, EXPERTS) and start is not None:
         cost["input_grad"] += cost["forward"]
@@ -292,8 +314,8 @@ def _with_heads(kinds: dict[str, LayerCost]) -> dict[str, LayerCost]:
     if PREDICTION not in kinds:
         return kinds
     layer, heads = kinds[PREDICTION], kinds[HEAD]
-    half = {name: getattr(heads, name) / 2 for name in _COSTS}
-    more = {name: getattr(layer, name) + half[name] for name in _COSTS}
+    half = {name: getattr(heads, name) / 2 for name in COSTS}
+    more = {name: getattr(layer, name) + half[name] for name in COSTS}
     return kinds | {HEAD: dataclasses.replace(heads, **half), PREDICTION: dataclasses.replace(layer, **more)}
 
 

@@ -11,7 +11,9 @@ import numpy as np
 from megaaccum.schedule.build import BUILT_IN
 
 if TYPE_CHECKING:
-    from megaaccum.config import Plan
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.config.layout import RankLayout
+    from megaaccum.config.schema import Config
 
 Column = np.ndarray
 """One value per layout."""
@@ -140,10 +142,10 @@ def from_rows(rows: Iterable[dict[str, int]]) -> Layouts:
     return Layouts(**{name: np.array([row[name] for row in table], dtype=np.int64) for name in _DEFAULTS})
 
 
-def row_of(plan: Plan) -> dict[str, int]:
-    """The row of a plan's layout; accumulation steps are those of one flush. Its schedule has to be one of SCHEDULES,
-    not a table of the user's."""
-    at, batch, model, sharding = plan.layout, plan.batch, plan.config.model, plan.config.sharding
+def row_of(at: RankLayout, batch: BatchPlan, config: Config) -> dict[str, int]:
+    """The row of a plan's layout, batch and configuration; accumulation steps are those of one flush. The schedule has
+    to be one of SCHEDULES, not a table of the user's."""
+    model, sharding = config.model, config.sharding
     return dict(
         **{axis: getattr(at, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")},
         micro_batch_size=batch.micro_batch_size,
@@ -153,7 +155,7 @@ def row_of(plan: Plan) -> dict[str, int]:
         schedule=SCHEDULES.index(at.schedule),
         sync=SYNC_MODES.index(sharding.sync),
         zero_stage=sharding.zero_stage,
-        sequence_parallel=int(plan.config.parallel.sequence_parallel),
+        sequence_parallel=int(config.parallel.sequence_parallel),
     )
 
 

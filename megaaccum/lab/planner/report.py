@@ -24,8 +24,8 @@ _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activat
 def mfu(ranked: Ranked, index: int) -> float:
     """Model FLOPs of a step over what all GPUs could do in its seconds (PaLM, arXiv 2204.02311, appendix B)."""
     work = ranked.workload
-    batch = _Batch(work.global_batch_size, work.model.seq_length)
-    flops = step_flops(_config(ranked), batch, vocab_size=work.vocab_size)
+    config = dataclasses.replace(work.config, model=work.model)
+    flops = step_flops(config, _Batch(work.global_batch_size, work.model.seq_length), vocab_size=work.vocab_size)
     return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
 
 
@@ -33,11 +33,6 @@ def mfu(ranked: Ranked, index: int) -> float:
 class _Batch:
     global_batch_size: int
     seq_length: int
-
-
-def _config(ranked: Ranked) -> Any:
-    """The settled model in the form that flops.py reads."""
-    return dataclasses.replace(ranked.workload.config, model=ranked.workload.model)
 
 
 def tokens_per_second(ranked: Ranked, index: int) -> float:
@@ -51,15 +46,11 @@ def table(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = N
     out = _brief("GiB", "s per\nstep", "MFU", "tokens\nper s" if searched is None else "s\nsearched")
     for index in range(min(rows, ranked.num_unbeaten)):
         seconds, speed = ranked.time.total[index], tokens_per_second(ranked, index)
-        out.add_row(
-            *_words(index + 1, ranked.name_of(index)),
-            f"{ranked.memory.total[index] / GIB:.1f}",
-            f"{seconds:.3g}",
-            f"{mfu(ranked, index):.1%}",
-            (f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K")
-            if searched is None
-            else _searched(searched, index),
-        )
+        last = f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K"
+        if searched is not None:
+            last = _searched(searched, index)
+        figures = f"{ranked.memory.total[index] / GIB:.1f}", f"{seconds:.3g}", f"{mfu(ranked, index):.1%}"
+        out.add_row(*_words(index + 1, ranked.name_of(index)), *figures, last)
     return out
 
 
@@ -87,31 +78,14 @@ def wide_table(ranked: Ranked, rows: int, searched: Sequence[float | None] | Non
     axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
     for name in ["#", *axes, "recompute", "schedule", "sync"]:
         out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
-    for name in [
-        *_SHORT.values(),
-        "rest",
-        "GiB",
-        "free",
-        "s/step",
-        "bubble",
-        "comm",
-        "MFU",
-        "tokens/s",
-        *(() if searched is None else ("searched",)),
-    ]:
+    figures = "rest GiB free s/step bubble comm MFU tokens/s".split() + ([] if searched is None else ["searched"])
+    for name in [*_SHORT.values(), *figures]:
         out.add_column(name, justify="right", no_wrap=True)
     for index in range(min(rows, ranked.num_unbeaten)):
         at = ranked.name_of(index)
-        out.add_row(
-            str(index + 1),
-            *(str(at[axis]) for axis in axes),
-            at["recompute"],
-            at["schedule"],
-            at["sync"],
-            *_memory_cells(ranked, index),
-            *_time_cells(ranked, index),
-            *(() if searched is None else (_searched(searched, index),)),
-        )
+        cells = [*(str(at[axis]) for axis in (*axes, "recompute", "schedule", "sync")), *_memory_cells(ranked, index)]
+        more = [] if searched is None else [_searched(searched, index)]
+        out.add_row(str(index + 1), *cells, *_time_cells(ranked, index), *more)
     return out
 
 

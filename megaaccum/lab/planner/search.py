@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,6 @@ from megaaccum.units import GIB
 RANKINGS = ("default", "time", "memory")
 NEAR_FASTEST = 1.05
 """Layouts whose step is at most this many times the fastest count as equal: a prediction does not tell them apart."""
-BLOCK = 20_000
-"""Layouts that are predicted at a time: progress is called between blocks, and memory stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +54,12 @@ class Ranked:
         return np.array([i for i, name in enumerate(names) if all(name[k] == v for k, v in wanted.items())], dtype=int)
 
 
-def search(
-    workload: Workload,
-    limits: Limits | None = None,
-    *,
-    rank: str = "default",
-    progress: Callable[[int, int], None] | None = None,
-) -> Ranked:
+def search(workload: Workload, limits: Limits | None = None, *, rank: str = "default") -> Ranked:
     """Every legal layout that fits, ranked.
 
     rank: 'default' (of those that count as equal to the fastest the one with the least of everything: cp, tp, pp, ep,
     recompute; then larger device batches and more headroom), 'time' or 'memory'. Layouts that another beats in both
-    come after all others. progress: called with (layouts done, of all).
+    come after all others.
 
     Raises:
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
@@ -76,14 +67,7 @@ def search(
     assert rank in RANKINGS, rank
     layouts = accepted(workload, workload.candidates(limits or Limits()).layouts())
     model = workload.memory_model()
-    blocks = [layouts.select(slice(start, start + BLOCK)) for start in range(0, len(layouts), BLOCK)]
-    memories, done = [], 0
-    for block in blocks:
-        memories.append(model.peak(block))
-        done += len(block)
-        if progress is not None:
-            progress(done, len(layouts))
-    memory = _joined(memories)
+    memory = model.peak(layouts)
     fits = memory.total <= workload.hardware.hbm_bytes
     if not fits.any():
         raise ConfigError(_closest_miss(workload, limits or Limits(), layouts, memory))
@@ -133,14 +117,6 @@ def _order(at: Layouts, memory: Memory, time: StepTime, rank: str) -> tuple[np.n
     else:
         order = np.lexsort((*((held, seconds) if rank == "time" else (seconds, held)), beaten))
     return order, int((~beaten).sum())
-
-
-def _joined(parts: list[Memory]) -> Memory:
-    return Memory(
-        {kind: np.concatenate([part.by_kind[kind] for part in parts]) for kind in parts[0].by_kind},
-        np.concatenate([part.rank for part in parts]),
-        np.concatenate([part.in_flight for part in parts]),
-    )
 
 
 def _rows(memory: Memory, rows: np.ndarray) -> Memory:

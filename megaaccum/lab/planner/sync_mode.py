@@ -107,7 +107,8 @@ class Forecast:
 
     def layout(self, mode: ShardingMode) -> Layouts:
         """The layout of the plan as the planner's one row."""
-        return from_rows([row_of(self.plan) | dict(sync=SYNC_MODES.index(mode.sync), zero_stage=mode.zero_stage)])
+        row = row_of(self.plan.layout, self.plan.batch, self.plan.config)
+        return from_rows([row | dict(sync=SYNC_MODES.index(mode.sync), zero_stage=mode.zero_stage)])
 
 
 # --- what fits -------------------------------------------------------------------------------------------------------

@@ -180,13 +180,8 @@ class TimeModel:
             "optimizer": self._optimizer_seconds(at, pp, vpp, name),
             "overhead": self._overhead_seconds(at, m),
         }
-        slow = 1 + self.hardware.device.efficiency.spread * np.log2(self._nodes(at))
-        parts["overhead"] = parts["overhead"] + (slow - 1) * np.sum([v + 0.0 * m for v in parts.values()], axis=0)
         exposed = m * slowest.exposed + p2p + gather + reduce
         return parts, exposed, fill / (fill + m * slowest.whole + p2p)
-
-    def _nodes(self, at: Layouts) -> Any:
-        return np.maximum(1.0, at.world_size / self.hardware.links.gpus_per_node)
 
     def _overhead_seconds(self, at: Layouts, m: Any) -> Any:
         e = self.hardware.device.efficiency

@@ -14,27 +14,19 @@ from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.candidates import AXES, Limits, schedules
-from megaaccum.lab.planner.layout_config import set_aside
+from megaaccum.lab.planner.layout_config import put, set_aside
 from megaaccum.lab.planner.layouts import short_name
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
 
-_KEYS = {
-    "tp": ("parallel", "tensor_model_parallel_size"),
-    "cp": ("parallel", "context_parallel_size"),
-    "pp": ("parallel", "pipeline_model_parallel_size"),
-    "vpp": ("parallel", "virtual_pipeline_model_parallel_size"),
-    "ep": ("parallel", "expert_model_parallel_size"),
-    "etp": ("parallel", "expert_tensor_parallel_size"),
-    "schedule": ("parallel", "schedule"),
-    "sync": ("sharding", "sync"),
-    "zero": ("sharding", "zero_stage"),
-    "mbs": ("batch", "micro_batch_size"),
-    "dbs": ("batch", "device_batch_size"),
-    "ga": ("batch", "grad_accum_steps"),
-}
+_KEYS = dict(
+    tp="tensor_model_parallel_size", cp="context_parallel_size", pp="pipeline_model_parallel_size",
+    vpp="virtual_pipeline_model_parallel_size", ep="expert_model_parallel_size", etp="expert_tensor_parallel_size",
+    schedule="schedule", sync="sync", zero="zero_stage", mbs="micro_batch_size", dbs="device_batch_size",
+    ga="grad_accum_steps",
+)  # fmt: skip
 
 
 def parse_axes(text: str) -> dict[str, Any]:
@@ -132,24 +124,11 @@ def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
     """The configuration with only these of the planned keys."""
     config = copy.deepcopy(config)
     set_aside(config, set(names_where(lambda facts: facts.planned)) - {"global_batch_size"})
-    if wanted.get("tp", 1) > 1:
-        config.parallel.sequence_parallel = True
-    for axis, value in wanted.items():
-        if axis in _KEYS:
-            section_name, name = _KEYS[axis]
-            if axis == "vpp" and value == 1:
-                continue
-            setattr(getattr(config, section_name), name, value)
-            config.origin[name] = "--why-not"
-    return _with_split(config, wanted.get("pp", 1), wanted.get("vpp", 1))
-
-
-def _with_split(config: Config, pp: int, vpp: int) -> Config:
-    """The configuration with the planner's split of the layers, where they do not divide."""
+    named = {_KEYS[axis]: value for axis, value in wanted.items() if axis in _KEYS and (axis, value) != ("vpp", 1)}
+    put(config, named | ({"sequence_parallel": True} if wanted.get("tp", 1) > 1 else {}))
+    pp, vpp = wanted.get("pp", 1), wanted.get("vpp", 1)
     layers = split_layers(config.model.num_layers, pp * vpp)
-    if layers is not None and len(set(layers)) > 1:
-        config.parallel.pipeline_model_parallel_layout = layout_text(layers, config.model.mtp_num_layers or 0)
-        config.parallel.virtual_pipeline_model_parallel_size = None
-        config.origin["pipeline_model_parallel_layout"] = "--why-not"
-        config.origin.pop("virtual_pipeline_model_parallel_size", None)
+    if layers is not None and len(set(layers)) > 1:  # the planner's split, where layers do not divide
+        set_aside(config, ["virtual_pipeline_model_parallel_size"])
+        put(config, {"pipeline_model_parallel_layout": layout_text(layers, config.model.mtp_num_layers or 0)})
     return config
