@@ -79,7 +79,7 @@ weights: setup
 	$(BIN)/python -m pytest tests/bank/test_weights.py
 
 # Tables that take minutes and of which `make test` runs one cell of each kind: Muon on every backend and layout, layouts to
-# the bit, an engine's pairs of calls, cells of the fuzz, and every case of the GPU suite, dry.
+# the bit, an engine's pairs of calls, Megatron's loop over our objects, cells of the fuzz, and every case of the GPU suite, dry.
 long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/long
 

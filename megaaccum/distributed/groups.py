@@ -114,11 +114,13 @@ class Groups:
 
         Megatron numbers the layers of chunk v on rank r as stage v * pp + r. In a V chunk 1 of rank r is stage
         2 * pp - 1 - r = pp + (pp - 1 - r), so it is built as if by rank pp - 1 - r; and no ranks share an embedding.
+        Chunk 0 keeps the group itself: Megatron's loop sums the losses of routers over that of its first chunk.
         """
         if self.layout.placement != "v":
             return self.collection
         collection = copy(self.collection)
-        collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())
+        if chunk > 0:
+            collection.pp = Seat(self.stage(chunk) % self.pp.size(), self.pp.size())
         collection.embd = None
         return collection
 

@@ -114,6 +114,8 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
         raise printed_once(ConfigError(problems))
     notes += [row.text(shown) for row, shown in rows if shown and row.loop == "note"]
     values = {name: getattr(args, name) for name in HONOURED} | _translated(args, flags, keys, notes)
+    if not args.num_experts:
+        del values["expert_tensor_parallel_size"]  # Megatron's check sets it to tp in dense models too
     values["optimizer"] = {"optimizer": chosen}  # a section has the key's name
     plan = Plan.of(
         batch={name: values.pop(name) for name in ("micro_batch_size", "seq_length", "global_batch_size")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.megatron_pretrain import INTERLEAVED, Run, losses, numbers, pretrained, scales
+from tests.support.megatron_pretrain import EXPERTS, INTERLEAVED, TP2, Run, losses, numbers, pretrained, scales
 
 ROUNDING = 1e-5
 
@@ -51,6 +51,16 @@ def test_all_digits_are_those_of_megatrons_own_ddp(printed, name):
 @pytest.mark.parametrize("name", ["zbv", "dualpipev", "zbv by a provider"])
 def test_a_v_within_rounding(printed, name):
     assert numbers(printed[name]) == pytest.approx(numbers(printed["theirs"]), rel=ROUNDING)
+
+
+def test_a_dense_model_under_tensor_parallelism_and_experts_in_a_v():
+    """One cell of tests/long/test_pretrain_table.py for each: Megatron's check sets arguments of experts in a dense
+    model too, and its log sums the routers' losses over the first chunk's pipeline."""
+    in_v = Run(EXPERTS + INTERLEAVED, keys=dict(schedule="dualpipev"))
+    runs = [Run(TP2), Run(TP2, ours=False), in_v, Run(EXPERTS, ours=False)]
+    tp, their_tp, experts, their_experts = map(numbers, run_ranks(pretrained, 4, runs, timeout=120)[-1])
+    assert tp == pytest.approx(their_tp, rel=ROUNDING)
+    assert experts == pytest.approx(their_experts, rel=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["ours, resumed", "interleaved, resumed"])

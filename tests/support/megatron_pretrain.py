@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ FLAGS = (
     "--num-workers 0 --no-check-for-nan-in-loss-and-grad --clip-grad 1.0 --split 1,1,1 "
 )
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1 "
+TP2 = "--tensor-model-parallel-size 2 "
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 def pretrained(runs: Sequence[Run]) -> list[list[str]]:
     """The lines that the last rank prints on iterations and evaluations of each run, without times; else nothing."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with tensor parallelism
     return [_pretrained(run) for run in runs]
 
 
