@@ -31,7 +31,7 @@ from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cau
 from megaaccum.checkpoint.reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu
@@ -286,9 +286,7 @@ def _check_size(current: Path, stored: pieces.Stored, backend: ShardingBackend, 
     dist.all_reduce(total, group=groups.host)
     if int(total) == stored.numel:
         return
-    everyone: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyone, {piece.name for piece in mine}, group=groups.host)
-    names = sorted(stored.names.difference(*everyone))
+    names = sorted(stored.names.difference(*gathered({piece.name for piece in mine}, groups.host)))
     raise printed_once(
         CheckpointError(
             f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}: the model has no"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.checkpoint.pieces import Cut, Piece, held_pieces, is_state_space
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -96,10 +96,8 @@ class WholeWeights:
         given = {name: dtypes.get(name, parts[0][1].dtype) for name, parts in self._mine.items()}
         raise_on_all_ranks(_check_cuts, self._mine, groups.tp.size())
         listed = {name: (given[name], [piece for piece, _ in parts]) for name, parts in self._mine.items()}
-        everyone: list[dict[str, tuple[torch.dtype, list[Piece]]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, listed, group=self._group)
         self._shares: dict[str, list[_Share]] = {}
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in enumerate(gathered(listed, self._group)):
             for name, (dtype, pieces) in theirs.items():
                 self._shares.setdefault(name, []).append(_Share(rank, dtype, pieces))
 
@@ -170,9 +168,8 @@ def put(
         waiting.setdefault(piece.name, []).append((piece, tensor))
     for name, buffer in buffers.items():
         waiting[name] = [(_whole(name, buffer), buffer.view(-1))]
-    everyone: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyone, set(waiting), group=groups.host)
-    raise_on_all_ranks(_put, weights, waiting, set().union(*everyone), groups.tp.size())
+    known = set().union(*gathered(set(waiting), groups.host))
+    raise_on_all_ranks(_put, weights, waiting, known, groups.tp.size())
 
 
 def _put(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,13 @@ def _all_ranks_have(text: str) -> bool:
     return int(total) == own * dist.get_world_size()
 
 
+def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's `mine`, which is pickled, in rank order. Collective over `group`, default the world."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 def _gather(numbers: list[int]) -> list[list[int]]:
     """Every rank's value of each number, in rank order. Collective over the world."""
     mine = torch.tensor(numbers, dtype=torch.int64).to(cpu.device())
@@ -88,9 +95,7 @@ def assert_same_on_ranks(what: str, value: str) -> None:
     over the world."""
     if _all_ranks_have(value):
         return
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    raise printed_once(RankDisagreement(describe(what, everyone)))
+    raise printed_once(RankDisagreement(describe(what, gathered(value))))
 
 
 def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -130,8 +135,7 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
         mine = type(problem), str(problem)
     elif problem is not None:
         mine = LaunchError, f"ended with {type(problem).__name__}: {problem}"
-    everyone: list[tuple[type[MegaaccumError], str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gathered(mine)
     if problem is not None and not isinstance(problem, MegaaccumError):
         raise problem
     kind = next(each[0] for each in everyone if each)
@@ -158,9 +162,7 @@ def describe(name: str, values: Sequence[object]) -> str:
 def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[str, object]]) -> str:
     if name != "plan":
         return describe(name, values)
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {key: str(value) for key, value in details().items()})
-    said = [each or {} for each in everyone]
+    said = gathered({key: str(value) for key, value in details().items()})
     keys = [key for key in dict.fromkeys(key for each in said for key in each) if len({e.get(key) for e in said}) > 1]
     if not keys:
         return describe("the plan", [f"digest {value:x}" for value in values])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
 
@@ -273,10 +274,8 @@ def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> Dev
     ranks = dist.get_process_group_ranks(among)
     if replicas == 1:
         return DeviceMesh.from_group(among, device, mesh_dim_names=("shard",))
-    everyone: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
     mine: dict[str, dist.ProcessGroup] = {}
-    for row in sorted({tuple(each) for each in everyone}):
+    for row in sorted({tuple(each) for each in gathered(ranks)}):
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:

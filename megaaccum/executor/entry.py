@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed import groups
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.executor.executor import Flush, FlushRecord
@@ -262,8 +263,7 @@ def _write_trace(path: str, record: FlushRecord, pp: torch.distributed.ProcessGr
     pp; global rank 0 writes. Ranks of different hosts are put on one time line by the hosts' clocks."""
     offset = time.time() - time.perf_counter()
     mine = [(start + offset, end + offset) for start, end in record.spans]
-    measured: list[Any] = [None] * pp.size()
-    torch.distributed.all_gather_object(measured, mine, group=pp)
+    measured = gathered(mine, pp)
     if torch.distributed.get_rank() == 0:
         planned = simulate(record.schedule, measured_costs(record.schedule, measured), early_send=True)
         write_trace(path, record.schedule, planned=planned.spans, measured=measured)

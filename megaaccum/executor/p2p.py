@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import groups
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import Channel, Message, receives, sends
@@ -83,8 +84,7 @@ def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | Non
     """A group of these ranks for each lane; collective over the world. All ranks make the groups of every pipeline, in
     one order: torch names a group that only its members make after the number of groups that a rank is in, which
     differs between the stages of a pipeline (the first and the last share an embedding)."""
-    everyone: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, members)
+    everyone = gathered(members)
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     mine = []
     for pipeline in sorted({tuple(each) for each in everyone}):

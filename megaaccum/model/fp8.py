@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.model.names import over_stages
 from megaaccum.upstream import te
 
@@ -164,9 +164,7 @@ class Fp8:
         if not self._histories:
             return ""
         mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
-        everyone: list[list[str] | None] = [None for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        names = sorted({name for each in everyone for name in each or []})
+        names = sorted({name for each in gathered(mine) for name in each})
         more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
         return f"FP8 met an infinite value in {', '.join(names[:MOST_SHOWN])}{more}" if names else ""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.model import names
 from megaaccum.upstream import fsdp2
 
@@ -117,16 +118,12 @@ class Probe:
 
     def gather(self) -> Findings:
         """The finds of all ranks, the same on each; collective over the world."""
-        everyone: list[list[Finding] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(self._found.values()))
-        return Findings([finding for findings in everyone for finding in findings or []])
+        return Findings([finding for findings in gathered(list(self._found.values())) for finding in findings])
 
 
 def _dp_ranks_of_expert_tokens(groups: Groups) -> tuple[int, ...]:
     """Data-parallel ranks that send this rank's experts tokens, in order; collective over the expert-parallel group."""
-    senders: list[int] = [0] * groups.collection.ep.size()
-    dist.all_gather_object(senders, groups.dp.rank(), group=groups.collection.ep)
-    return tuple(sorted(set(senders)))
+    return tuple(sorted(set(gathered(groups.dp.rank(), groups.collection.ep))))
 
 
 def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -235,9 +232,7 @@ class ZeroNonFinite:
 
 def describe(zero: ZeroNonFinite) -> str:
     """A text that lists the replaced elements of all ranks, the same on each; collective over the world."""
-    everyone: list[dict[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, zero.names())
-    places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in (names or {}).items()]
-    return ", ".join(places[:MOST_SHOWN]) + (
-        f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
-    )
+    everyone = gathered(zero.names())
+    places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in names.items()]
+    more = f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
+    return ", ".join(places[:MOST_SHOWN]) + more

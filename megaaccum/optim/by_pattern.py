@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 
@@ -50,9 +50,7 @@ def freeze(plan: Plan, chunks: list[torch.nn.Module]) -> None:
         if any(fnmatchcase(name, pattern) for pattern in keys.freeze):
             param.requires_grad_(False)
     fitting = {pattern for pattern in asked if any(fnmatchcase(name, pattern) for name, _ in named)}
-    everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, fitting)
-    if unused := sorted(asked.difference(*everyone)):
+    if unused := sorted(asked.difference(*gathered(fitting))):
         example = named[0][0] if named else ""
         raise ConfigError(f"freeze, lr_mult, wd_mult: {', '.join(unused)} fits no parameter; one is named {example}")
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megaaccum.config.rules import moe
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.sharding.reduction import PartitionReducer, Share
@@ -135,8 +135,7 @@ def check_same_on_ranks(groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     """Raise ConfigError on every rank if ranks of a stage have built different numbers of experts. Collective over the
     world."""
     mine = groups.pp.rank(), sum(param.numel() for param in of_chunks(chunks))
-    everyone: list[tuple[int, int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gathered(mine)
     for stage in sorted({stage for stage, _ in everyone}):
         by_count: dict[int, list[int]] = {}
         for rank, (at, count) in enumerate(everyone):

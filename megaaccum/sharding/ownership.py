@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.model import names
 from megaaccum.optim import owners
 from megaaccum.optim.muon import Part
@@ -133,8 +134,7 @@ class MatrixUpdates:
         in_bf16 = self._keys.muon_fp32_matmul_prec == "medium" and self._dtype is torch.float32
         self._wire = torch.bfloat16 if in_bf16 else self._dtype
         self._group = groups.collection.tp_dp_cp
-        everyone: list[tuple[list[Held], dict[str, str]]] = [([], {})] * self._group.size()
-        dist.all_gather_object(everyone, (_held(groups, chunks, backend), _others(chunks)), group=self._group)
+        everyone = gathered((_held(groups, chunks, backend), _others(chunks)), self._group)
         held = [pieces for pieces, _ in everyone]
         self._form = {matrix: each for pieces in held for each in pieces for matrix in each.matrices()}
         self.owned = owners.assign(self._form, self._group.size())

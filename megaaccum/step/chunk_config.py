@@ -9,6 +9,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
@@ -66,8 +67,7 @@ def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None
     if group is None or group.size() == 1:
         return
     is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
-    everyone: list[bool] = [False] * group.size()
-    torch.distributed.all_gather_object(everyone, is_trained, group=group)
+    everyone = gathered(is_trained, group)
     if len(set(everyone)) > 1:
         trained, frozen = ("first", "last") if everyone[0] else ("last", "first")
         raise ConfigError(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
 
@@ -227,9 +228,7 @@ class ReportReducer:
 
     def register(self, tally: Tally) -> None:
         """Make the names known to all ranks; collective over the world."""
-        everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._reduced(tally))
-        for each in everyone:
+        for each in gathered(self._reduced(tally)):
             self._how = each | self._how
             self._names = sorted({*self._names, *each})
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megaaccum.config.resolve import flush_problems
 from megaaccum.config.rules.step import is_random
-from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.agreement import gathered, printed_once, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
 from megaaccum.lab.verification.relations import CLOSE, Sizes, name_of_factor
@@ -195,9 +195,7 @@ def _names(engine: Engine) -> list[str]:
         for number, (name, param) in enumerate(named_parameters([chunk]))
         if param.requires_grad
     ]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    places = sorted({place for each in everyone for place in each})
+    places = sorted({place for each in gathered(mine) for place in each})
     return list(dict.fromkeys(name for _, _, name in places))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.model.names import over_stages
 
 if TYPE_CHECKING:
@@ -126,9 +127,7 @@ def _last_layers(plan: Plan, groups: Groups, chunks: list[Any]) -> dict[int, str
         layers = [name for name, _ in chunk.named_modules() if _LAYER.fullmatch(name)]
         if layers and stage < plan.layout.num_stages - 1:
             mine[stage] = over_stages(chunk, f"{layers[-1]}.").removesuffix(".")
-    everyone: list[Any] = [None] * groups.pp.size()
-    torch.distributed.all_gather_object(everyone, mine, group=groups.pp)
-    return {stage: name for each in everyone for stage, name in each.items()}
+    return {stage: name for each in gathered(mine, groups.pp) for stage, name in each.items()}
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------

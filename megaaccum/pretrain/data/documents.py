@@ -78,16 +78,17 @@ class Source:
 
     def _read_jsonl(self, path: Path, lines: Iterator[bytes]) -> Iterator[str]:
         for where, record in _records(path, lines):
-            yield self._text_of(record, where)
+            if self.json_key not in record:
+                raise DataError(f"{where}: no key {self.json_key!r}; the line has {sorted(record)}. Set --json-key")
+            yield self._checked(record[self.json_key], where)
 
-    def _text_of(self, record: dict[str, Any], where: str) -> str:
-        if self.json_key not in record:
-            raise DataError(f"{where}: no key {self.json_key!r}; the line has {sorted(record)}. Set --json-key")
-        text = record[self.json_key]
+    def _checked(self, text: Any, where: str) -> str:
         if not isinstance(text, str):
             raise DataError(f"{where}: {self.json_key!r} must be a string, not {_shortened(json.dumps(text))}")
-        if not _is_encodable(text):
-            raise DataError(f"{where}: {self.json_key!r} holds half a surrogate pair, which is no text")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{where}: {self.json_key!r} holds half a surrogate pair, which is no text") from None
         return text
 
 
@@ -142,14 +143,6 @@ def _decode(raw: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _shortened(text: str, limit: int = 80) -> str:
+def _shortened(text: str) -> str:
     text = text.strip()
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 80 else text[:80] + "..."

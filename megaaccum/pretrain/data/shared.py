@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform import cpu
 from megaaccum.pretrain.data.loader import Batch, MicrobatchLoader
@@ -57,8 +58,7 @@ class SharedLoader:
         """Steps that were sent, by the number of micro-batches before them."""
         self._sending: list[dist.Work] = []
         self._sent: dict[int, torch.Tensor] = {}
-        self._reads: list[Any] = [None] * groups.pp.size()
-        dist.all_gather_object(self._reads, tuple(reads), group=groups.pp)
+        self._reads = gathered(tuple(reads), groups.pp)
         self.read_seconds = 0.0 if self._loader is not None else math.nan
         """Seconds that this rank waited for its own reading of the last step; nan on ranks that receive them."""
 

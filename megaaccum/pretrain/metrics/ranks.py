@@ -117,10 +117,8 @@ class Ranks:
         # The first step sets up, and a bad step may run its micro-batches again: both move more bytes.
         if self._num_steps and counts and not result.note:
             moved, calls = _moved(result.traffic, with_experts=self._plan.layout.ep == 1)
-            window.moved, window.calls = (
-                max(moved, window.moved),
-                max(calls, window.calls),
-            )  # nan in second place gives way
+            # nan in second place gives way
+            window.moved, window.calls = max(moved, window.moved), max(calls, window.calls)
 
     def _report(self) -> RankReport:
         window = self._window
@@ -234,7 +232,7 @@ def _gathered(mine: RankReport) -> list[RankReport]:
     """Every rank's report, in rank order."""
     numbers = torch.tensor(astuple(mine), dtype=torch.float64, device=cpu.device())
     world = torch.distributed.get_world_size()
-    everyone = torch.empty(world * len(numbers), dtype=numbers.dtype, device=numbers.device)
+    everyone = numbers.new_empty(world * len(numbers))
     torch.distributed.all_gather_into_tensor(everyone, numbers)
     names = [each.name for each in fields(RankReport)]
     return [RankReport(**dict(zip(names, row, strict=True))) for row in everyone.view(world, -1).tolist()]

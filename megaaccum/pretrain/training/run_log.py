@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics import flops, receipts
 from megaaccum.pretrain.metrics.log import RunLog
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -> RunLog:
     """The log of a run of `plan` that continues after `start_step`; rank 0 writes. Collective over the world. Raises on
     every rank what `RunLog` raises."""
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, receipts.this_rank(_device_name(), _device_bytes()))
+    ranks = gathered(receipts.this_rank(_device_name(), _device_bytes()))
     return raise_on_all_ranks(_open, plan, data, advisor, start_step, ranks)
 
 

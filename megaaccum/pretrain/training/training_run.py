@@ -209,26 +209,16 @@ def watchdog_of(engine: Engine) -> Watchdog:
 
 def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
     """Record the outcome of a step on `batch`."""
-    record: dict[str, Any] = {
-        "step": result.step,
-        "loss": result.loss,
-        "lr": result.lr,
-        "grad_norm": result.grad_norm,
-        "num_tokens": result.num_tokens,
-        "consumed_samples": engine.consumed_samples,
-        "global_batch_size": batch.global_batch_size,
-        "skipped": result.skipped,
-    }
+    named = ("step", "loss", "lr", "grad_norm", "num_tokens", "skipped")
+    record: dict[str, Any] = {name: getattr(result, name) for name in named}
+    record |= {"consumed_samples": engine.consumed_samples, "global_batch_size": batch.global_batch_size}
     record |= by_phase(result.seconds)
     record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if result.expert_loads is not None:
         record |= result.expert_loads.record()
     if engine.plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
-    if result.sanitized:
-        record["sanitized"] = result.sanitized
-    if result.note:
-        record["note"] = result.note
+    record |= {name: value for name in ("sanitized", "note") if (value := getattr(result, name))}
     with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
         log.step(record)
     log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")

@@ -10,7 +10,7 @@ import torch
 
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.pretrain.weights import deepspeed_folder
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
@@ -46,8 +46,7 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
     held = {p.name: p.shape for p, _, _ in held_pieces(engine.backend, engine.groups, only_weights=True)}
     held |= {name: tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
-    everyone: list[dict[str, tuple[int, ...]]] = [{}] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, held, group=engine.groups.host)
+    everyone = gathered(held, engine.groups.host)
     raise_on_all_ranks(_check_rest, source, {name: shape for each in everyone for name, shape in each.items()})
     engine.load_weights(_tensors(source, held, vocab_size))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.checkpoint.pieces import held_pieces
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.pretrain.weights import config_json
 from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of
@@ -98,8 +98,7 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     CheckpointError for what its files lack or have besides."""
     mapped = raise_on_all_ranks(_mapped, engine, folder, vocab_size)
     read = {rows.name for each in mapped for rows in each.rows}
-    everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, read, group=engine.groups.host)
+    everyone = gathered(read, engine.groups.host)
     raise_on_all_ranks(_check_rest, folder, set().union(*everyone))
     engine.load_weights((each.name, each) for each in mapped)
 
