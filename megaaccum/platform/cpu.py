@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megaaccum.platform.replaced import replaced
+
 if TYPE_CHECKING:
     import torch
 
@@ -70,39 +72,27 @@ def without_compiler() -> Iterator[None]:
         return
     import torch
 
-    module: Any = torch
-    plain = module.compile
-    module.compile = lambda model=None, **keys: (lambda function: function) if model is None else model
-    try:
+    with replaced(torch, compile=lambda model=None, **keys: (lambda function: function) if model is None else model):
         yield
         from megatron.core import jit
 
         jit.disable_jit_fuser()  # what is imported later
-    finally:
-        module.compile = plain
 
 
-@contextlib.contextmanager
-def cuda_type_names() -> Iterator[None]:
+def cuda_type_names() -> contextlib.AbstractContextManager[None]:
     """Context in which `tensor.type()` names CPU tensors as CUDA's, if there is no GPU: Megatron's distributed
     optimizer sorts parameters by that name when it is built."""
     import torch
 
     if has_accelerator():
-        yield
-        return
-    tensor: Any = torch.Tensor
-    plain = tensor.type
+        return contextlib.nullcontext()
+    plain: Any = torch.Tensor.type
 
     def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = plain(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    tensor.type = cuda_name
-    try:
-        yield
-    finally:
-        tensor.type = plain
+    return replaced(torch.Tensor, type=cuda_name)
 
 
 def _hide_gpu_extensions() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 
+from megaaccum.platform.replaced import replaced
 from megaaccum.upstream.adam import adam_views, moments, optimizer_tensors, set_adam_step
 from megaaccum.upstream.megatron_training import gpt_builder as builder
 
@@ -223,13 +224,7 @@ def adopt(optimizer: Any, num_steps: int) -> None:
         ddp.start_param_sync(force_sync=True)
 
 
-@contextmanager
-def mtp_spec_of_builder(spec: Any) -> Iterator[None]:
+def mtp_spec_of_builder(spec: Any) -> AbstractContextManager[None]:
     """Context in which Megatron's GPTModelBuilder builds prediction layers of this spec (None for none). Its own has
     Megatron's norms and this rank's stage from parallel_state, and there is no argument for another."""
-    before = builder.mtp_block_spec
-    builder.mtp_block_spec = lambda *_, **__: spec
-    try:
-        yield
-    finally:
-        builder.mtp_block_spec = before
+    return replaced(builder, mtp_block_spec=lambda *_, **__: spec)

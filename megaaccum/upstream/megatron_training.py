@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
 
 from megaaccum.platform import cpu, quiet
+from megaaccum.platform.replaced import replaced
 from megaaccum.upstream.lookup import absent
 
 with quiet.root_logger_kept():
@@ -113,15 +114,11 @@ def in_place_of(**names: Callable[..., Any]) -> Iterator[None]:
     model, its optimizer and its schedule from functions of its module, and there are no arguments for others."""
     replaceable = ("training.training", "core.parallel_state")
     modules = {name: _module(module) for module in replaceable for name in _NAMES[module]}
-    found = [(module, name, getattr(module, name)) for name, module in modules.items() if name in names]
-    assert len(found) == len(names), f"{names.keys()} are not all names of Megatron's loop"
-    for module, name, _ in found:
-        setattr(module, name, names[name])
-    try:
+    assert names.keys() <= modules.keys(), f"{names.keys()} are not all names of Megatron's loop"
+    with ExitStack() as stack:
+        for name, ours in names.items():
+            stack.enter_context(replaced(modules[name], **{name: ours}))
         yield
-    finally:
-        for module, name, before in found:
-            setattr(module, name, before)
 
 
 def answer_for_cuda() -> None:

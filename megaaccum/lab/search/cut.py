@@ -42,7 +42,6 @@ def tune_cut(
     order: Order,
     limit: float | None = None,
     p2p: float = 0.0,
-    max_priced: int = MAX_PRICED,
 ) -> PricedCut:
     """The fastest cut found of `profile`'s layers into pp * chunks stages of at least one layer each, in `order`.
 
@@ -51,7 +50,7 @@ def tune_cut(
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
     fits it.
     """
-    search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p, max_priced)
+    search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p)
     best = min((search.descend(start) for start in search.starts()), key=_rank)
     if best.excess > 0:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
@@ -78,15 +77,9 @@ def _rank(priced: PricedCut) -> tuple[float, float]:
 
 class _Search:
     def __init__(
-        self,
-        profile: Profile,
-        stages: tuple[tuple[int, ...], ...],
-        order: Order,
-        limit: float | None,
-        p2p: float,
-        max_priced: int,
+        self, profile: Profile, stages: tuple[tuple[int, ...], ...], order: Order, limit: float | None, p2p: float
     ):
-        self.profile, self.order, self.limit, self.p2p, self.left = profile, order, limit, p2p, max_priced
+        self.profile, self.order, self.limit, self.p2p, self.left = profile, order, limit, p2p, MAX_PRICED
         self.rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
         self.seconds = [layer.seconds for layer in profile.layers]
         self.priced = 0

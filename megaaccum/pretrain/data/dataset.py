@@ -22,6 +22,7 @@ import numpy as np
 
 from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.platform.replaced import replaced
 from megaaccum.pretrain.data import chat_rows, fim
 from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
@@ -485,11 +486,6 @@ def _no_process_group() -> Iterator[None]:
     """
     import torch
 
-    real = torch.distributed.is_initialized
-    torch.distributed.is_initialized = lambda: False
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Could not determine rank")  # for want of a group and of $RANK
-            yield
-    finally:
-        torch.distributed.is_initialized = real
+    with replaced(torch.distributed, is_initialized=lambda: False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not determine rank")  # for want of a group and of $RANK
+        yield

@@ -29,6 +29,7 @@ from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
+from megaaccum.platform.replaced import replaced
 from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
@@ -350,20 +351,15 @@ def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
     """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
     import torch
 
-    arguments, before = _arguments(), dict(os.environ)
-    capability = torch.cuda.get_device_capability
-    answers = {"get_device_arch_version": lambda: 9, "is_te_min_version": lambda *_, **__: True}
-    asked = {name: getattr(arguments, name) for name in answers}
+    before = dict(os.environ)
     os.environ.update(environment)
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
-    vars(arguments).update(answers)
+    gpu = replaced(torch.cuda, get_device_capability=lambda *_: (9, 0))
+    te = replaced(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with gpu, te, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.cuda.get_device_capability = capability
-        vars(arguments).update(asked)
         os.environ.clear()
         os.environ.update(before)
 
@@ -415,11 +411,7 @@ def _without_post_init() -> Iterator[None]:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    before = {kind: kind.__post_init__ for kind in (ModelParallelConfig, TransformerConfig, MLATransformerConfig)}
-    for kind in before:
-        kind.__post_init__ = lambda self: None  # type: ignore[method-assign]
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (MLATransformerConfig, TransformerConfig, ModelParallelConfig):  # a base class last
+            stack.enter_context(replaced(kind, __post_init__=lambda self: None))
         yield
-    finally:
-        for kind, method in before.items():
-            kind.__post_init__ = method  # type: ignore[method-assign]
