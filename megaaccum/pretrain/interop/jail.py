@@ -43,16 +43,6 @@ _ETC = """alternatives bash.bashrc bashrc environment group hosts ld.so.cache ld
 
 _NAMESPACES = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --new-session --die-with-parent".split()
 
-_INSIDE = """
-tar -x -f - -C "$1"
-if [ -n "$3" ]; then (cd "$1" && mkdir -p .git/objects .git/refs && echo 'ref: refs/heads/main' > .git/HEAD); fi
-: > /megaaccum/started
-(cd "$2" && shift 3 && exec "$@") < /dev/null >&2
-exec tar -c -f - --one-file-system -N /megaaccum/started /megaaccum/records / "$1" 2> /dev/null
-"""
-"""Shell code that runs in the jail. Input: an archive of the project. Output: one of the files that are newer than the
-script's start."""
-
 
 def run(command: Sequence[str], top: Path, tools: Path, left: Path) -> str:
     """Run `command` in the jail, from the current folder. top: the script's project. tools: the programs that come
@@ -65,7 +55,7 @@ def run(command: Sequence[str], top: Path, tools: Path, left: Path) -> str:
             mounts += ["--ro-bind", str(top.resolve() / name), str(top / name)]
         has_git = "git" if (top / ".git").exists() else ""
         limits = ["prlimit", f"--nproc={PROCESSES}", f"--as={MEMORY}", f"--fsize={FILE}", "--core=0", "--"]
-        inside = ["/bin/sh", "-c", _INSIDE, "sh", str(top), os.getcwd(), has_git, *command]
+        inside = ["/bin/sh", "-c", shell("inside.sh"), "sh", str(top), os.getcwd(), has_git, *command]
         output = _watched([*namespaces, *mounts, *limits, *inside], _environment(TOOLS), project, archive)
         if archive.seek(0, os.SEEK_END) >= FILE:
             raise ConfigError(f"--record: the script left more than {FILE >> 20} MB.")
@@ -92,6 +82,11 @@ def _marked(tools: Path) -> Iterator[psutil.Process]:
     for each in psutil.process_iter(["environ"]):
         if (each.info["environ"] or {}).get("MEGAACCUM_TOOLS") == str(tools):
             yield each
+
+
+def shell(name: str) -> str:
+    """One of the shell programs beside this module."""
+    return (Path(__file__).parent / "shell" / name).read_text(encoding="utf-8")
 
 
 def _environment(tools: Path) -> dict[str, str]:

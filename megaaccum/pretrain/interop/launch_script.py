@@ -53,44 +53,6 @@ WRAPPERS = "srun sbatch mpirun mpiexec uv nohup numactl nsys singularity apptain
 SILENT = "sleep wget curl pip pip3 conda nvidia-smi scontrol ssh scp rsync ds_ssh ray module ml".split()
 """Commands of the cluster or the network that succeed and do nothing."""
 
-_RECORDER = """#!/bin/sh
-case "$1" in -c|-V|--version|-) if [ -x /usr/bin/python3 ]; then
-    errors=$(mktemp)
-    /usr/bin/python3 "$@" 2> "$errors"
-    status=$?
-    cat "$errors" >&2
-    grep -q ModuleNotFoundError "$errors" && exit 0  # a module that training has, such as torch
-    exit $status
-fi ;; esac
-out=$(mktemp "{records}/$(date +%s%N).XXXXXX")
-{ printf '%s\\0' "$PWD" "${0##*/}" "$@"; } > "$out"
-"""
-
-_PREPARED = r"""
-mkdir -p "$HOME"
-for name in .bashrc .bash_profile .profile; do [ -e "$HOME/$name" ] || : > "$HOME/$name"; done
-tools=${PATH%%:*}
-for name in $(ls "$tools"); do set -- "BASH_FUNC_$name%%=() { $tools/$name \"\$@\"; }" "$@"; done
-exec env "$@"
-"""
-"""Shell code that runs a command in the jail. Scripts source files of the home folder, which is hidden, and
-/etc/profile, which sets another PATH: the tools are functions of bash too."""
-
-_WRAPPER = """#!/bin/sh
-PATH=${0%/*}:$PATH
-while [ $# -gt 0 ]; do
-    case "$1" in
-        -*) shift; continue ;;
-        *.sh|*.sbatch|*.slurm) [ -f "$1" ] && exec bash "$@" ;;
-    esac
-    case "${1##*/}" in
-        bash|sh|env|python|python3|torchrun|deepspeed|ds|accelerate|numactl|nohup|nsys|uv) exec "$@" ;;
-    esac
-    shift
-done
-case "${0##*/}" in sbatch|srun) exec bash -s ;; esac
-"""
-
 
 @contextmanager
 def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
@@ -105,7 +67,7 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
         records.mkdir(parents=True)
         _write_recorders(tools, jails.RECORDS if jail else records)
         if jail:
-            output = jails.run(["/bin/sh", "-c", _PREPARED, "sh", *command], _top(script), tools, left)
+            output = jails.run(["/bin/sh", "-c", jails.shell("prepare.sh"), "sh", *command], _top(script), tools, left)
         else:
             output = jails.run_trusted(command, tools)
         yield _the_launch(_read_records(records), script, left if jail else None, output)
@@ -121,8 +83,8 @@ def _script_of(command: Sequence[str]) -> Path:
 
 def _write_recorders(folder: Path, records: Path) -> None:
     folder.mkdir()
-    recorder = _RECORDER.replace("{records}", str(records))
-    scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, _WRAPPER)
+    recorder = jails.shell("record.sh").replace("{records}", str(records))
+    scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, jails.shell("wrap.sh"))
     scripts |= dict.fromkeys(SILENT, "#!/bin/sh\n")
     for name, text in scripts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -181,14 +143,8 @@ def _flag(word: str) -> str:
 
 def world_size(words: Sequence[str]) -> int | None:
     """Ranks that a launcher's own flags request; None if they leave it open."""
-    text = " ".join(words).replace("=", " ")
-
-    def number(*names: str) -> int | None:
-        match = re.search(rf"--?(?:{'|'.join(names)}) (\d{{1,6}})(?: |$)", text)
-        return int(match[1]) if match else None
-
-    if total := number("worker_num"):  # msrun
-        return total
-    local = number("nproc[_-]per[_-]node", "num_gpus", "num-gpus")
-    nodes = number("nnodes", "num_nodes", "num-nodes")
-    return local * (nodes or 1) if local else None
+    found = re.findall(r"--?([\w-]+)[ =](\d{1,6})(?= |$)", " ".join(words))
+    numbers = {flag.replace("-", "_"): int(number) for flag, number in reversed(found)}
+    local = numbers.get("nproc_per_node") or numbers.get("num_gpus")
+    nodes = numbers.get("nnodes") or numbers.get("num_nodes") or 1
+    return numbers.get("worker_num") or (local and local * nodes)  # worker_num: msrun's
