@@ -106,8 +106,11 @@ class WeightGrads:
         while self._reduces and unit not in self._last and unit not in self._left[0]:
             self._reduce(self._left.pop(0))
         hooked = self._hooked or pytorch.num_hooks(weight)
-        if not hooked and param.unsharded_accumulated_grad is not None and weight.grad is None:
-            param.unsharded_accumulated_grad.add_(grad)  # autograd would copy `grad` first
+        if not hooked and weight.grad is None:  # autograd would copy `grad` first
+            if param.unsharded_accumulated_grad is None:
+                param.unsharded_accumulated_grad = grad.to(param.reduce_dtype or grad.dtype)
+            else:
+                param.unsharded_accumulated_grad.add_(grad)
             return
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
         param.accumulate_unsharded_grad_if_needed()

@@ -108,17 +108,53 @@ def set_expert_ranks(
         marks.ds_zero_partition_process_group = expert_data_parallel
 
 
+MOST_GATHERED = 1 << 27
+"""Elements that one all-gather brings: twice their memory is needed until they are copied to their parameters."""
+
+
 class Gather(Protocol):
     """A gather under way."""
 
     def wait(self) -> object: ...
 
 
-class _Arrived:
-    """A gather that is done."""
+class _Gathering:
+    """An all-gather under way: one collective for parameters of one group and precision, then one strided copy.
+
+    DeepSpeed's own (`all_gather_coalesced`) takes a slice of each parameter and rank in Python, a tenth of a
+    millisecond per parameter at 64 ranks and half of one at 256, and lets the host wait where no other rank has a part.
+    """
+
+    def __init__(self, params: list[torch.nn.Parameter]):
+        self._params = params
+        parts = [partitioned(param).ds_tensor.view(-1) for param in params]
+        mine = torch.cat(parts) if len(parts) > 1 else parts[0]
+        self._group, self._widths = partitioned(params[0]).ds_process_group, [part.numel() for part in parts]
+        self._rows = mine.new_empty(self._group.size(), mine.numel())
+        self._work = torch.distributed.all_gather_into_tensor(
+            self._rows.view(-1), mine, group=self._group, async_op=True
+        )
 
     def wait(self) -> None:
-        pass
+        self._work.wait()
+        whole = [self._rows]  # a single parameter's rows are the parameter
+        if len(self._params) > 1:
+            whole = [self._rows.new_empty(len(self._rows), width) for width in self._widths]
+            torch.split_with_sizes_copy(self._rows, self._widths, dim=1, out=whole)
+        for param, rows in zip(self._params, whole, strict=True):
+            _make_whole(param, rows)
+        del self._rows
+
+
+class _Together:
+    """Several gathers under way."""
+
+    def __init__(self, gathers: list[_Gathering]):
+        self._gathers = gathers
+
+    def wait(self) -> None:
+        while self._gathers:  # each lets its rows go before the next makes its copy
+            self._gathers.pop(0).wait()
 
 
 class Partitioned(Protocol):
@@ -134,8 +170,6 @@ class Partitioned(Protocol):
     def partition_numel(self) -> int: ...
 
     def partition(self, params: list[torch.nn.Parameter]) -> object: ...
-
-    def all_gather_coalesced(self, params: list[torch.nn.Parameter]) -> Gather: ...
 
 
 def partitioned(param: torch.nn.Parameter) -> Partitioned:
@@ -253,7 +287,7 @@ class Zero3(ZeroDriver):
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
         self._own = {id(param): _own_part(param) for param in self.params}
-        self._ahead: tuple[list[torch.nn.Parameter], Gather] = [], _Arrived()
+        self._ahead: tuple[list[torch.nn.Parameter], Gather] = [], _Together([])
         """Parameters that are on their way, and their gather."""
 
     @property
@@ -283,13 +317,26 @@ class Zero3(ZeroDriver):
         self._ahead = [param for param in params if not self.is_whole(param)], self.start_gather(params)
 
     def _arrive(self) -> None:
-        (_, coming), self._ahead = self._ahead, ([], _Arrived())
+        (_, coming), self._ahead = self._ahead, ([], _Together([]))
         coming.wait()
 
     def start_gather(self, params: list[torch.nn.Parameter]) -> Gather:
-        """Begin to make `params` whole, those that are not yet, by one all-gather."""
-        missing = [param for param in params if not self.is_whole(param)]
-        return partitioned(missing[0]).all_gather_coalesced(missing) if missing else _Arrived()
+        """Begin to make `params` whole, those that are not yet: by one all-gather for each group and precision, and
+        for MOST_GATHERED elements. All ranks name the same parameters in the same order."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        together: dict[object, list[list[torch.nn.Parameter]]] = {}
+        for param in (each for each in params if not self.is_whole(each)):
+            marks = partitioned(param)
+            if marks.ds_process_group.size() == 1:
+                _make_whole(param, marks.ds_tensor)
+                continue
+            marks.ds_status = ZeroParamStatus.INFLIGHT
+            of_kind = together.setdefault((marks.ds_process_group, marks.ds_tensor.dtype), [[]])
+            if sum(map(self.numel, [*of_kind[-1], param])) > MOST_GATHERED and of_kind[-1]:
+                of_kind.append([])
+            of_kind[-1].append(param)
+        return _Together([_Gathering(each) for of_kind in together.values() for each in of_kind])
 
     @staticmethod
     def is_whole(param: torch.nn.Parameter) -> bool:
@@ -418,6 +465,15 @@ class Zero3(ZeroDriver):
     def numel(param: torch.nn.Parameter) -> int:
         """Elements of the whole parameter."""
         return partitioned(param).ds_numel
+
+
+def _make_whole(param: torch.nn.Parameter, rows: torch.Tensor) -> None:
+    """Give a parameter its elements, of all ranks in a row; what pads the last rank's part is left out."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    marks = partitioned(param)
+    param.data = rows.view(-1)[: marks.ds_numel].view(marks.ds_shape)
+    marks.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _own_part(param: torch.nn.Parameter) -> tuple[int, int]:

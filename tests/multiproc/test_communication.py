@@ -157,6 +157,50 @@ def test_what_is_gathered_ahead_is_gathered_once_and_what_is_only_written_there_
         assert written == norms
 
 
+def operators_of_a_gather(case: Case) -> dict[str, int]:
+    """How often each operator runs while a rank gathers its stage."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    rig, found = Rig.of(case), Counter[str]()
+    rig.train()
+    with Operators():
+        rig.backend.gather()
+    return dict(found)
+
+
+def test_a_gather_takes_as_many_operators_on_any_number_of_ranks():
+    """One collective and one copy; DeepSpeed's own takes a slice per parameter and rank."""
+    two, four = (run_ranks(operators_of_a_gather, n, Case(n, "--pp_microbatches 4", MODEL))[0] for n in (2, 4))
+    assert two == four
+    assert two["_allgather_base_"] == two["split_with_sizes_copy"] == two["cat"] == 1
+
+
+def gathered_in_pieces(case: Case) -> tuple[Counter[str], list[float]]:
+    """Traffic of a gather in pieces of 8,000 elements, and norms of two steps with such gathers."""
+    from megaaccum.upstream import zero
+
+    rig = Rig.of(case)
+    with patch.object(zero, "MOST_GATHERED", 8_000):
+        norms = [rig.train(step=step).grad_norm for step in range(2)]
+        with counted() as count:
+            rig.backend.gather()
+    return count, norms
+
+
+def test_a_large_stage_is_gathered_in_pieces():
+    """What is gathered twice for a moment, as it came and as parameters, is one piece of it."""
+    case = Case(2, "--pp_microbatches 4", MODEL)
+    whole = run_ranks(between_two_steps, 2, case, timeout=60)
+    for (count, norms), (_, expected, _) in zip(run_ranks(gathered_in_pieces, 2, case), whole, strict=True):
+        assert count["calls of " + GATHER] > count[GATHER] // 8_000
+        assert norms == expected
+
+
 def groups_used(case: Case) -> set[str]:
     """Names of this rank's process groups that a step communicates over, its messages between stages aside."""
     from torch.distributed import ProcessGroup

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaaccum.lab.verification.testing import run_ranks
@@ -37,7 +38,7 @@ def of_a_microbatch(layout: str, spoiled: bool = False) -> float:
     """Bytes per parameter that one more micro-batch moves of the gradient of a matrix. spoiled: by autograd's cast."""
     moved = []
     for m in (4, 6):
-        rig = Rig.of(Case(2, f"{layout} --pp_microbatches {m}", "", "bf16"))
+        rig = Rig.of(Case(dist.get_world_size(), f"{layout} --pp_microbatches {m}", "", "bf16"))
         weight = rig.chunks[0].decoder.layers[0].mlp.linear_fc1.weight  # type: ignore[union-attr,index]
         watch = Bytes(getattr(weight, "ds_shape", weight.shape))
         with patch.object(Fp32Sums, "is_used_once", lambda *args, **keys: False) if spoiled else nullcontext():
@@ -69,6 +70,13 @@ def test_other_zero_stages(layout):
 def test_gradients_that_are_reduced_at_once_have_no_copy_in_fp32(layout):
     """The bucket takes the 16-bit gradient; the rest is what a view's sizes are asked for."""
     assert max(run_ranks(of_a_microbatch, 2, layout + "--sync streaming")) <= 6.0
+
+
+def test_a_split_backward_under_streaming_fsdp2_casts_what_it_reduces():
+    """2 that the product writes; FSDP2 reduces a layer in one precision, which its norms' sums of I have, so 2 + 4 that
+    the cast reads and writes; 4 that a look for values that are not finite reads. Two ranks share each stage: alone
+    with it, a rank adds whole gradients to its shard."""
+    assert run_ranks(of_a_microbatch, 4, SPLIT + "--backend fsdp2 --sync streaming") == [12.0] * 4
 
 
 def test_with_autograd_s_cast_it_would_be_20():
