@@ -181,7 +181,7 @@ class Flush:
         saved, num_tokens = forwarded
         if at.last_stage:
             assert num_tokens is not None
-            self.num_tokens += num_tokens.to(self.num_tokens.device)
+            self.num_tokens += num_tokens  # a scalar, of either device
         if self.call.forward_only:
             return
         self._saved[at.chunk, at.microbatch] = saved

@@ -41,6 +41,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_accelerator() else torch.device("cpu")
 
 
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on this rank's device. From host memory it is copied without the host waiting for the stream, as torch's
+    `to` makes it do."""
+    if tensor.device.type == (target := device()).type:
+        return tensor
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
 def backend() -> str:
     """The torch.distributed backend of this lane."""
     return "nccl" if has_accelerator() else "gloo"

@@ -50,7 +50,7 @@ def _sums_and_flag(parts: Sequence[torch.Tensor], flag: torch.Tensor) -> tuple[l
     sum infinite, so that it takes no number of its own, which costs gloo's ring more than the others together; where
     that sum is not finite, all is summed again with the flags apart."""
     first, *others = parts
-    sums = sums_over_ranks([torch.where(flag != 0, torch.inf, first.to(flag.device)), *others])
+    sums = sums_over_ranks([torch.where(flag != 0, torch.inf, cpu.to_device(first)), *others])
     if math.isfinite(sums[0]):
         return sums, False
     *sums, flags = sums_over_ranks([*parts, flag])
@@ -90,10 +90,11 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
     # A comparison with a value that is not a number is false, so that MAX may lose it.
     largest = torch.where(largest.isfinite(), largest, torch.inf)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    exponent = max(math.frexp(float(largest))[1], -1000)  # 2.0**-exponent is finite
+    most = float(largest)
+    if not math.isfinite(most):
+        return largest
+    exponent = max(math.frexp(most)[1], -1000)  # 2.0**-exponent is finite
     digits = torch.zeros(_DIGITS, dtype=torch.int64, device=cpu.device())
-    if not math.isfinite(float(largest)):
-        return largest.cpu()
     for grad in grads:
         for part in grad.reshape(-1).split(_CHUNK):
             rest = (part.double() * 2.0**-exponent).square_()  # a float64 part is the gradient itself
@@ -104,9 +105,9 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
                 rest.sub_(digit)
     dist.all_reduce(digits)
     if dist.get_rank() != 0:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=cpu.device())
     exact = sum(Fraction(digit, 2 ** (_BITS * (place + 1))) for place, digit in enumerate(digits.tolist()))
-    return torch.tensor(math.ldexp(float(exact), 2 * exponent), dtype=torch.float64)
+    return torch.full((), math.ldexp(float(exact), 2 * exponent), dtype=torch.float64, device=cpu.device())
 
 
 _CHUNK = 2**22

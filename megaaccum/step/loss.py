@@ -112,7 +112,7 @@ def post_sums(
     default this rank's."""
     if not parts:
         return list
-    flat = torch.cat([part.to(device or cpu.device()).reshape(-1) for part in parts])
+    flat = _in_a_row(parts, device or cpu.device())
     work = dist.all_reduce(flat, group=group, async_op=True)
 
     def sums() -> list[float]:
@@ -123,6 +123,17 @@ def post_sums(
         return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
 
     return sums
+
+
+def _in_a_row(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """`parts` as one row on `device`: a copy for all that lie elsewhere, for which the host need not wait."""
+    elsewhere = [part.reshape(-1) for part in parts if part.device.type != device.type]
+    if elsewhere:
+        row = torch.cat(elsewhere)
+        moved = row.to(device) if device.type == "cpu" else cpu.to_device(row)
+        coming = iter(moved.split([part.numel() for part in elsewhere]))
+        parts = [part if part.device.type == device.type else next(coming) for part in parts]
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def post_total_weight(
@@ -200,6 +211,8 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         raise StepError(f"the first value of a loss function has to be a scalar tensor, the sum of losses, not {shape}")
     if not isinstance(reports, Mapping):
         raise StepError(f"the third value of a loss function has to be a dict of reports, not {type(reports).__name__}")
+    if isinstance(weight, int | float):  # filled there: for a copy the host would wait
+        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     weight = torch.as_tensor(weight).detach().to(device=total.device, dtype=torch.float64)
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")

@@ -25,6 +25,7 @@ def check() -> list[str]:
     return [
         *absent(torch._C, ["_current_graph_task_id"]),
         *absent(torch.ops.aten, ["_unsafe_view"]),
+        *absent(torch, ["_chunk_cat"]),
         *absent(type(torch.autograd.Variable._execution_engine), ["run_backward"]),
         *absent(distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
         *absent(distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),

@@ -5,20 +5,22 @@ modules, gather and release per module, and count gradients per backward; in a p
 flight and all three go wrong (the first root forward even waits for ranks of another stage). The reducer, the
 partitions and the optimizer under those hooks are sound; they are driven here.
 
-DeepSpeed has no types: its engine and its optimizer are `Any`. `Partitioned` names what zero.Init adds to a parameter.
+DeepSpeed has no types: its engine and its optimizer are `Any`.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
 from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
 from megaaccum.upstream.lookup import absent, unwritten
+from megaaccum.upstream.zero_partitions import Gather, partitioned, reduce_scatter, start_gather
 
 _BOTH = (
     "check_overflow independent_gradient_partition_epilogue reduce_independent_p_g_buckets_and_remove_grads"
@@ -31,7 +33,7 @@ _STAGE12 = "setup_buckets update_lp_params _fill_param_grad_accum_attribute".spl
 _BOTH_SET = "_grad_acc_hooks averaged_gradients".split()
 _STAGE3_SET = (
     "parameter_offload micro_step_id grad_position fp32_partitioned_groups_flat grad_partitions_flat_buffer"
-    " _offload_boundary_param_ids __param_id_to_grad_partition"
+    " _offload_boundary_param_ids __param_id_to_grad_partition param_reduce_events max_param_reduce_events"
 ).split()
 _STAGE12_SET = (
     "compute_grad_norm params_in_partition use_grad_accum_attribute grad_start_offset grad_partition_insertion_offset"
@@ -108,73 +110,8 @@ def set_expert_ranks(
         marks.ds_zero_partition_process_group = expert_data_parallel
 
 
-MOST_GATHERED = 1 << 27
-"""Elements that one all-gather brings: twice their memory is needed until they are copied to their parameters."""
-
-
-class Gather(Protocol):
-    """A gather under way."""
-
-    def wait(self) -> object: ...
-
-
-class _Gathering:
-    """An all-gather under way: one collective for parameters of one group and precision, then one strided copy.
-
-    DeepSpeed's own (`all_gather_coalesced`) takes a slice of each parameter and rank in Python, a tenth of a
-    millisecond per parameter at 64 ranks and half of one at 256, and lets the host wait where no other rank has a part.
-    """
-
-    def __init__(self, params: list[torch.nn.Parameter]):
-        self._params = params
-        parts = [partitioned(param).ds_tensor.view(-1) for param in params]
-        mine = torch.cat(parts) if len(parts) > 1 else parts[0]
-        self._group, self._widths = partitioned(params[0]).ds_process_group, [part.numel() for part in parts]
-        self._rows = mine.new_empty(self._group.size(), mine.numel())
-        self._work = torch.distributed.all_gather_into_tensor(
-            self._rows.view(-1), mine, group=self._group, async_op=True
-        )
-
-    def wait(self) -> None:
-        self._work.wait()
-        whole = [self._rows]  # a single parameter's rows are the parameter
-        if len(self._params) > 1:
-            whole = [self._rows.new_empty(len(self._rows), width) for width in self._widths]
-            torch.split_with_sizes_copy(self._rows, self._widths, dim=1, out=whole)
-        for param, rows in zip(self._params, whole, strict=True):
-            _make_whole(param, rows)
-        del self._rows
-
-
-class _Together:
-    """Several gathers under way."""
-
-    def __init__(self, gathers: list[_Gathering]):
-        self._gathers = gathers
-
-    def wait(self) -> None:
-        while self._gathers:  # each lets its rows go before the next makes its copy
-            self._gathers.pop(0).wait()
-
-
-class Partitioned(Protocol):
-    """Attributes and methods that zero.Init gives a parameter."""
-
-    ds_id: int
-    ds_numel: int
-    ds_shape: torch.Size
-    ds_status: object
-    ds_tensor: torch.Tensor
-    ds_process_group: torch.distributed.ProcessGroup
-
-    def partition_numel(self) -> int: ...
-
-    def partition(self, params: list[torch.nn.Parameter]) -> object: ...
-
-
-def partitioned(param: torch.nn.Parameter) -> Partitioned:
-    """`param` by the attributes that zero.Init gave it."""
-    return cast("Partitioned", param)
+_BUCKETS_AHEAD = 3
+"""Reductions that the host leaves under way when it has waited for one."""
 
 
 class ZeroDriver(ABC):
@@ -283,11 +220,15 @@ class Zero3(ZeroDriver):
     """A ZeRO-3 engine under hooks of our own: gathers, reductions, and this rank's gradient partitions."""
 
     def __init__(self, engine: Any):
+        from deepspeed.runtime.zero import stage3
+
         super().__init__(engine)
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
+        self.optimizer.max_param_reduce_events = sys.maxsize  # `reduce` waits for them
+        stage3.reduce_scatter_coalesced = reduce_scatter
         self._own = {id(param): _own_part(param) for param in self.params}
-        self._ahead: tuple[list[torch.nn.Parameter], Gather] = [], _Together([])
+        self._ahead: tuple[list[torch.nn.Parameter], Gather] = [], start_gather([])
         """Parameters that are on their way, and their gather."""
 
     @property
@@ -317,26 +258,12 @@ class Zero3(ZeroDriver):
         self._ahead = [param for param in params if not self.is_whole(param)], self.start_gather(params)
 
     def _arrive(self) -> None:
-        (_, coming), self._ahead = self._ahead, ([], _Together([]))
+        (_, coming), self._ahead = self._ahead, ([], start_gather([]))
         coming.wait()
 
     def start_gather(self, params: list[torch.nn.Parameter]) -> Gather:
-        """Begin to make `params` whole, those that are not yet: by one all-gather for each group and precision, and
-        for MOST_GATHERED elements. All ranks name the same parameters in the same order."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        together: dict[object, list[list[torch.nn.Parameter]]] = {}
-        for param in (each for each in params if not self.is_whole(each)):
-            marks = partitioned(param)
-            if marks.ds_process_group.size() == 1:
-                _make_whole(param, marks.ds_tensor)
-                continue
-            marks.ds_status = ZeroParamStatus.INFLIGHT
-            of_kind = together.setdefault((marks.ds_process_group, marks.ds_tensor.dtype), [[]])
-            if sum(map(self.numel, [*of_kind[-1], param])) > MOST_GATHERED and of_kind[-1]:
-                of_kind.append([])
-            of_kind[-1].append(param)
-        return _Together([_Gathering(each) for of_kind in together.values() for each in of_kind])
+        """Begin to make `params` whole, those that are not yet. All ranks name the same ones in the same order."""
+        return start_gather([param for param in params if not self.is_whole(param)])
 
     @staticmethod
     def is_whole(param: torch.nn.Parameter) -> bool:
@@ -359,9 +286,14 @@ class Zero3(ZeroDriver):
         super().begin_reduction()
 
     def reduce(self, param: torch.nn.Parameter) -> None:
-        """Hand `param.grad` to the bucket; a full bucket is reduce-scattered and averaged over the group."""
+        """Hand `param.grad` to the bucket; a full bucket is reduce-scattered and averaged over the group. The host
+        waits once for three buckets, and stays three ahead; DeepSpeed's own wait is one for each."""
         self._handed_over.add(id(param))
         self.optimizer.reduce_independent_p_g_buckets_and_remove_grads(param)
+        under_way = self.optimizer.param_reduce_events
+        if len(under_way) >= 2 * _BUCKETS_AHEAD:
+            *_, last = [under_way.popleft() for _ in range(_BUCKETS_AHEAD)]
+            last.synchronize()
 
     def discard(self) -> None:
         """Drop this step's gradients."""
@@ -465,15 +397,6 @@ class Zero3(ZeroDriver):
     def numel(param: torch.nn.Parameter) -> int:
         """Elements of the whole parameter."""
         return partitioned(param).ds_numel
-
-
-def _make_whole(param: torch.nn.Parameter, rows: torch.Tensor) -> None:
-    """Give a parameter its elements, of all ranks in a row; what pads the last rank's part is left out."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    marks = partitioned(param)
-    param.data = rows.view(-1)[: marks.ds_numel].view(marks.ds_shape)
-    marks.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _own_part(param: torch.nn.Parameter) -> tuple[int, int]:

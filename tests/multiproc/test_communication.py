@@ -182,10 +182,10 @@ def test_a_gather_takes_as_many_operators_on_any_number_of_ranks():
 
 def gathered_in_pieces(case: Case) -> tuple[Counter[str], list[float]]:
     """Traffic of a gather in pieces of 8,000 elements, and norms of two steps with such gathers."""
-    from megaaccum.upstream import zero
+    from megaaccum.upstream import zero_partitions
 
     rig = Rig.of(case)
-    with patch.object(zero, "MOST_GATHERED", 8_000):
+    with patch.object(zero_partitions, "MOST_GATHERED", 8_000):
         norms = [rig.train(step=step).grad_norm for step in range(2)]
         with counted() as count:
             rig.backend.gather()
@@ -193,7 +193,7 @@ def gathered_in_pieces(case: Case) -> tuple[Counter[str], list[float]]:
 
 
 def test_a_large_stage_is_gathered_in_pieces():
-    """What is gathered twice for a moment, as it came and as parameters, is one piece of it."""
+    """A piece of it is held twice for a moment, as it came and as parameters."""
     case = Case(2, "--pp_microbatches 4", MODEL)
     whole = run_ranks(between_two_steps, 2, case, timeout=60)
     for (count, norms), (_, expected, _) in zip(run_ranks(gathered_in_pieces, 2, case), whole, strict=True):

@@ -61,6 +61,8 @@ class _Devices(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.device.__get__:
             return GPU if _marked(args[0]) else HOST
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         asked = [each for each in tree_leaves((args[1:], kwargs or {})) if isinstance(each, torch.device)]
         args, kwargs = tree_map_only(torch.device, lambda device: HOST, (args, kwargs or {}))
         result = func(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Counts where the host would wait for a GPU: reads of a tensor's value, and waits for a stream, an event or all."""
+"""Counts where the host would wait for a GPU: reads of a tensor's value, waits for a stream, an event or all, and
+copies of a number that the host makes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,16 +20,20 @@ OF_THE_HOST = (
     "random.py:fork",
     "utils.py:is_invalid_grad_norm",
     "nonfinite.py:_is_finite_on_the_host",
+    "stage3.py:step_with_gradscaler item",
 )
 """Masks as the data reader gives them; the CPU's random state, which Megatron's tracker compares; a norm of 0 that
-ZeRO-3 is given (upstream/zero.py); gradients in host memory."""
+ZeRO-3 is given (upstream/zero.py); gradients in host memory; the count of steps of torch's AdamW."""
+BUDGET = 4
+"""Waits in a step that docs/concepts/gpu.md states, beside one for three of ZeRO-3's buckets."""
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Inside, counts the reads and waits by the place in megaaccum, DeepSpeed or Megatron that makes them. Reads of
-    tensors that lie in host memory on a machine with a GPU too (OF_THE_HOST) are left out."""
+    """Inside, counts the reads, waits and copies by the place in megaaccum, DeepSpeed or Megatron that makes them.
+    Reads of tensors that lie in host memory on a machine with a GPU too (OF_THE_HOST) are left out. A copy is one to a
+    device of what `torch.tensor` or `torch.as_tensor` made of the host's numbers, unless it says non_blocking."""
     found: Counter[str] = Counter()
 
     def note(name: str) -> None:
@@ -38,10 +44,29 @@ def counted() -> Iterator[Counter[str]]:
     def noting(name, function):
         return lambda *args, **keys: (note(name), function(*args, **keys))[1]
 
+    def making(name, function):
+        def make(data, *args, **keys):
+            made = function(data, *args, **keys)
+            if keys.get("device") is not None and not isinstance(data, torch.Tensor):
+                note(f"{name} on the device")
+            made.is_of_host = keys.get("device") is None and not isinstance(data, torch.Tensor)
+            return made
+
+        return make
+
+    def moving(self, *args, to=torch.Tensor.to, **keys):
+        is_moved = any(isinstance(each, torch.device) for each in (*args, *keys.values()))
+        if is_moved and getattr(self, "is_of_host", False) and not keys.get("non_blocking"):
+            note("copy")
+        return to(self, *args, **keys)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.Tensor, "to", moving))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(patch.object(torch, name, making(name, getattr(torch, name))))
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, noting(name, getattr(torch.Tensor, name))))
-        for owner in (torch.cuda, cpu._Stream, cpu._Event):
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
             stack.enter_context(patch.object(owner, "synchronize", noting("synchronize", owner.synchronize)))
         yield found
 
@@ -71,15 +96,35 @@ def uploads(case: Case) -> int:
     return sum(count for place, count in places.items() if "gpt_forward.py" in place)
 
 
-def of_a_step(case: Case) -> dict[str, int]:
-    """By place, in the second step of `case` on this rank, with ZeRO-3 as on a GPU: its reduction has a stream of its
-    own, and waits for it where DeepSpeed would."""
+class ToCome(cpu._Event):
+    """An event that has not happened when the host asks."""
+
+    def query(self) -> bool:
+        return False
+
+
+def of_a_step(case: Case, spoiled: bool = False) -> tuple[dict[str, int], int]:
+    """(by place, the number of buckets that ZeRO-3 reduces) in the second step of `case` on this rank, with DeepSpeed
+    as on a GPU: its reductions have a stream of their own and take their time, and it waits for them where it would.
+    spoiled: by DeepSpeed's own waits."""
     from deepspeed.accelerator import get_accelerator
 
-    rig = Rig.of(case)
+    rig, buckets = Rig.of(case), list[Any]()
+    optimizer = rig.backend.driver.optimizer  # type: ignore[attr-defined]
     rig.train(0)
     batch = rig.microbatches()
-    rig.backend.driver.optimizer.reduce_and_partition_stream = cpu._Stream()  # type: ignore[attr-defined]
-    with patch.object(get_accelerator(), "resolves_data_dependency", lambda: False), counted() as found:
+    if hasattr(optimizer, "reduce_and_partition_stream"):
+        optimizer.reduce_and_partition_stream = cpu._Stream()
+    if spoiled:
+        optimizer.max_param_reduce_events = 2
+    on_gpu = {name: lambda: False for name in ("resolves_data_dependency", "handles_memory_backpressure")}
+
+    def event() -> ToCome:
+        buckets.append(ToCome())
+        return buckets[-1]
+
+    accelerator: Any = get_accelerator()
+    is_one = patch.object(type(accelerator), "Event", property(lambda self: event))
+    with patch.multiple(accelerator, **on_gpu), is_one, counted() as found:
         rig.train_step.train(batch, step=1)
-    return dict(found)
+    return dict(found), len(buckets)
