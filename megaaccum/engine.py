@@ -416,19 +416,23 @@ class Engine:
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]]) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]], *, num_updates: int | None = None
+    ) -> None:
         """Replace the weights by those of `whole_weights`, of this or another layout; each rank takes its part of a
         tensor before it asks for the next. Optimizer state and counters stay.
 
         weights: on every rank; a rank may leave out what other stages hold. In place of a tensor, an object that reads
-        the parts which a rank asks for. Raises CheckpointError on every rank if a name is missing, unknown or there
-        twice, or a shape differs; the engine has then failed.
+        the parts which a rank asks for. num_updates: the optimizer's state is replaced too, by that after this
+        number of updates; `weights` then has its tensors besides, named as in NAME/exp_avg. Raises CheckpointError on
+        every rank if a name is missing, unknown or there twice, or a shape differs; the engine has then failed.
         """
         with self._guarded():
             self.train_steps.drop_begun()
             self.train_steps.abandon()
-            whole.put(weights, self.backend, self.groups, self.trained_buffers)
-            self.backend.adopt_state(self.train_steps.transaction.num_updates)
+            only_weights, done = num_updates is None, self.train_steps.transaction.num_updates
+            whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=only_weights)
+            self.backend.adopt_state(done if num_updates is None else num_updates)
 
     @property
     def override(self) -> set[str]:

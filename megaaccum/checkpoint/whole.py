@@ -158,14 +158,17 @@ def put(
     backend: ShardingBackend,
     groups: Groups,
     buffers: Mapping[str, torch.Tensor],
+    *,
+    only_weights: bool = True,
 ) -> None:
     """Copy whole weights into this rank's pieces and `buffers`; `backend.adopt_state` makes them the model. Each rank
     consumes its own `weights` and may leave out what other stages hold. Collective over the world at the end. Raises
     CheckpointError on every rank if a name is unknown to all ranks, missing, there twice or of another shape: some of
-    this rank's pieces may then have changed."""
+    this rank's pieces may then have changed. Without only_weights, the optimizer's tensors too, as in NAME/exp_avg."""
     waiting: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
-    for piece, tensor, _ in held_pieces(backend, groups, only_weights=True):
-        waiting.setdefault(piece.name, []).append((piece, tensor))
+    for piece, tensor, _ in held_pieces(backend, groups, only_weights=only_weights):
+        name = piece.name if piece.kind == "param" else f"{piece.name}/{piece.kind}"
+        waiting.setdefault(name, []).append((piece, tensor))
     for name, buffer in buffers.items():
         waiting[name] = [(_whole(name, buffer), buffer.view(-1))]
     known = set().union(*gathered(set(waiting), groups.host))

@@ -11,8 +11,8 @@ from megaaccum.errors import ConfigError
 
 _DESCRIPTION = """\
 Write a checkpoint of a run of `megaaccum train` as a Hugging Face folder: weights in safetensors files, config.json,
-generation_config.json and the tokenizer. It reads the checkpoint of any layout in one process, one parameter at a time,
-and needs no GPU. The folder appears when all of it is written."""
+generation_config.json and the tokenizer; as one of Megatron's checkpoints; or in one file. It reads the checkpoint of
+any layout in one process, one parameter at a time, and needs no GPU. The folder appears when all of it is written."""
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 
 
@@ -22,14 +22,23 @@ def main(argv: Sequence[str]) -> int:
     match = re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)
     if match is None:
         raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
+    if args.via:
+        raise ConfigError(
+            "--via bridge: Megatron-Bridge's mappings are not used here; write --megatron DIR, which Bridge converts"
+        )
     from megaaccum.platform import cpu
 
     cpu.install()  # before Megatron is imported
-    from megaaccum.pretrain.weights.weights_out import Export, consolidate
+    from megaaccum.pretrain.weights import torch_dist_out
+    from megaaccum.pretrain.weights.weights_out import Export, consolidate, current_of
 
     if args.consolidated is not None:
         consolidate(args.run, args.consolidated, checkpoint=args.checkpoint, dtype=args.dtype or "fp32")
         print(f"wrote {args.consolidated}: the weights of {args.run} in {args.dtype or 'fp32'}")
+        return 0
+    if args.megatron is not None:
+        step = torch_dist_out.write(args.megatron, *current_of(args.run, args.checkpoint), dtype=args.dtype)
+        print(f"wrote {args.megatron}: the weights of {args.run} as Megatron's checkpoint of iteration {step}")
         return 0
     export = Export.of_run(
         args.run,
@@ -56,10 +65,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     target.add_argument(
         "--consolidated", type=Path, metavar="DIR", help="a folder for one file under the run's own names"
     )
+    target.add_argument(
+        "--megatron", type=Path, metavar="DIR", help="a folder for Megatron's --load, of its format torch_dist"
+    )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
     )
     parser.add_argument("--family", choices=list(families()["families"]), help="default: the first that has the model")
+    parser.add_argument("--via", choices=("bridge",), help="refused: convert what --megatron writes with Bridge")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)"

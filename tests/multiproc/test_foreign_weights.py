@@ -22,6 +22,11 @@ MIXED = (
     "--moe_router_enable_expert_bias --untie_embeddings_and_output_weights --moe_layer_freq [0,1] "
 )
 SPARSE = MIXED.replace("--moe_layer_freq [0,1] ", "")
+LATENT = (
+    "--num_layers 2 --swiglu --no_add_bias_linear --multi_latent_attention --kv_lora_rank 16 --q_lora_rank 16 "
+    "--qk_head_dim 8 --qk_pos_emb_head_dim 8 --v_head_dim 8 --position_embedding_type rope --qk_layernorm "
+    "--normalization RMSNorm --num_experts 4 --mtp_num_layers 1 --untie_embeddings_and_output_weights "
+)
 Digests = dict[str, str]
 
 
@@ -61,6 +66,44 @@ def write_megatron(cells: list[tuple[Case, str]]) -> list[Digests]:
     return found
 
 
+def write_ours(cells: list[tuple[Case, str]]) -> list[Digests]:
+    """Checkpoints of our own in each folder, with exports for Megatron beside them; the digests of the weights."""
+    import torch
+
+    from megaaccum.pretrain.weights import torch_dist_out
+    from tests.support.engines import engine_of
+
+    found = []
+    for case, folder in cells:
+        engine = engine_of(case)
+        checkpoint = engine.save(folder)
+        if torch.distributed.get_rank() == 0:
+            torch_dist_out.write(Path(f"{folder}.megatron"), engine.plan.config, checkpoint)
+        torch.distributed.barrier()
+        found.append(digests(engine))
+    return found
+
+
+def load_by_megatron(cells: list[tuple[Case, str]]) -> list[Digests]:
+    """The digests of weights that Megatron's own library has loaded into chunks of the cases."""
+    from megatron.core import dist_checkpointing
+
+    from tests.support.engines import engine_of
+
+    found = []
+    for case, folder in cells:
+        engine = engine_of(case)
+        spoiled(engine)
+        with engine.groups.current():
+            state = {f"model{i}" if i else "model": chunk.sharded_state_dict() for i, chunk in enumerate(engine.chunks)}
+            loaded = dist_checkpointing.load(state, str(Path(folder) / "iter_0000000"))
+            assert loaded["iteration"] == 0
+            for i, chunk in enumerate(engine.chunks):
+                chunk.load_state_dict(loaded[f"model{i}" if i else "model"])
+        found.append(digests(engine))
+    return found
+
+
 def read_foreign(cells: list[tuple[Case, str]]) -> list[Digests | str]:
     """The digests of the weights that engines of the cases have after a load; a text if it raised one."""
     from megaaccum.pretrain.weights import foreign
@@ -85,30 +128,36 @@ MEGATRON = {
     "sparse": ("--expert_model_parallel_size 4 --backend ddp ", SPARSE),
 }
 INTO = {
-    "dense": ["", "--pipeline_model_parallel_size 2 --schedule zbv ", "--tensor_model_parallel_size 4 --zero_stage 1 "],
-    "mixed": [
-        "--sync streaming ",
-        "--tensor_model_parallel_size 2 --expert_tensor_parallel_size 1 --sequence_parallel ",
-    ],
-    "sparse": ["--pipeline_model_parallel_size 2 ", "--backend fsdp2 "],
+    "dense": "--pipeline_model_parallel_size 2 --schedule zbv ",
+    "mixed": "--tensor_model_parallel_size 2 --expert_tensor_parallel_size 1 --sequence_parallel ",
+    "sparse": "--backend fsdp2 ",
 }
+"""A layout that each is read into; tests/long has more."""
+
+
+def written_by_megatron(top: Path) -> dict[str, Digests]:
+    """Write Megatron's checkpoints below `top`. Returns the digests of what they hold."""
+    cells = [(Case(4, BATCH + layout, model), str(top / name)) for name, (layout, model) in MEGATRON.items()]
+    return dict(zip(MEGATRON, run_ranks(write_megatron, 4, cells, timeout=120)[0], strict=True))
 
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Digests]]:
     """The folder of Megatron's checkpoints, and the digests of what they hold."""
     top = tmp_path_factory.mktemp("megatron")
-    cells = [(Case(4, BATCH + layout, model), str(top / name)) for name, (layout, model) in MEGATRON.items()]
-    return top, dict(zip(MEGATRON, run_ranks(write_megatron, 4, cells, timeout=120)[0], strict=True))
+    return top, written_by_megatron(top)
 
 
-def test_megatrons_checkpoints_are_read_into_any_layout(megatron):
-    top, written = megatron
-    wanted = [(name, layout) for name, layouts in INTO.items() for layout in layouts]
+def check_read(top: Path, written: dict[str, Digests], wanted: list[tuple[str, str]]) -> None:
+    """Checkpoints below `top`, by name, are read bit by bit into layouts."""
     cells = [(Case(4, BATCH + layout, MEGATRON[name][1]), str(top / name)) for name, layout in wanted]
     for rank in run_ranks(read_foreign, 4, cells, timeout=200):
         for (name, layout), found in zip(wanted, rank, strict=True):
             assert found == written[name], (name, layout, found if isinstance(found, str) else "")
+
+
+def test_megatrons_checkpoints_are_read_into_any_layout(megatron):
+    check_read(*megatron, list(INTO.items()))
 
 
 def test_another_model_is_named(megatron):
@@ -124,6 +173,108 @@ def test_another_model_is_named(megatron):
     assert "decoder.layers.self_attention.k_layernorm.bias" in fewer and "which the model does not have" in fewer
     assert "decoder.layers.0.mlp.linear_fc2.weight is 32 x 64, but 32 x 128 in the model" in narrower
     assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in dense
+
+
+MODELS = {"dense": DENSE, "mixed": MIXED, "sparse": SPARSE, "latent": LATENT}
+FROM = {"dense": "--pipeline_model_parallel_size 2 --schedule zbv ", "sparse": "--expert_model_parallel_size 2 "}
+
+
+def check_written(top: Path, names: list[str]) -> None:
+    """Megatron's own library loads, cut over tp 2 x pp 2, what is written for it of models."""
+    cells = [(Case(4, BATCH + FROM.get(name, ""), MODELS[name]), str(top / name)) for name in names]
+    written = run_ranks(write_ours, 4, cells, timeout=200)[0]
+    into = "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --sequence_parallel --backend ddp "
+    cells = [(Case(4, BATCH + into, MODELS[name]), str(top / f"{name}.megatron")) for name in names]
+    for rank in run_ranks(load_by_megatron, 4, cells, timeout=200):
+        for name, found, expected in zip(names, rank, written, strict=True):
+            assert found == expected, name
+
+
+def test_megatron_reads_what_is_written_for_it(tmp_path):
+    check_written(tmp_path, ["dense", "latent"])
+
+
+# --- runs that continue ----------------------------------------------------------------------------------------------
+
+Weights = dict[str, Any]
+STEPS = 2
+
+
+def two_steps(engine: Any) -> Weights:
+    """The whole weights after two steps on the samples that come next."""
+    from tests.support.parity import microbatches
+
+    for _ in range(STEPS):
+        engine.train_step(microbatches(engine.plan, engine.groups.dp.rank(), engine.consumed_samples))
+    return {name: tensor.clone() for name, tensor in engine.whole_weights()}
+
+
+def train_by_megatron(case: Case, folder: str) -> Weights:
+    """The weights of a run of Megatron's DDP and distributed optimizer, which its own library saves half-way."""
+    from megatron.core import dist_checkpointing
+
+    from tests.support.engines import engine_of
+
+    engine, place = engine_of(case), Path(folder) / "iter_0000002"
+    two_steps(engine)
+    place.mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    with engine.groups.current():
+        state = {"model": engine.chunks[0].sharded_state_dict()}
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        state["optimizer"] = engine.backend.optimizer.sharded_state_dict(state["model"], metadata=metadata)
+        dist_checkpointing.save(state | {"iteration": STEPS, "checkpoint_version": 3.0}, str(place))
+    return two_steps(engine)
+
+
+def continue_runs(cells: list[tuple[Case, str, str]]) -> list[Weights]:
+    """The weights of runs that continue from a folder, with a mistake made on purpose."""
+    from megaaccum.pretrain.weights import foreign
+    from tests.support.engines import engine_of
+
+    found = []
+    for case, folder, mistake in cells:
+        engine = engine_of(case)
+        spoiled(engine)
+        foreign.resume(engine, Path(folder), vocab_size=VOCAB)
+        assert (engine.step, engine.consumed_samples) == (STEPS, 8 * STEPS)
+        if mistake == "moments":
+            for piece in engine.backend.state():
+                piece.tensors["exp_avg"].zero_()
+        if mistake in ("moments", "updates"):
+            engine.backend.adopt_state(0 if mistake == "updates" else STEPS)
+        if mistake == "schedule":
+            engine.lr_schedule.load_state_dict(engine.lr_schedule.state_dict() | {"num_steps": 0})
+        found.append(two_steps(engine))
+    return found
+
+
+def apart(found: Weights, expected: Weights) -> float:
+    """The relative distance between whole models."""
+    assert found.keys() == expected.keys()
+    squares = sum(float((found[name] - expected[name]).double().pow(2).sum()) for name in expected)
+    return (squares / sum(float(each.double().pow(2).sum()) for each in expected.values())) ** 0.5
+
+
+MISTAKES = ("moments", "updates", "schedule")
+
+
+def check_megatron_continues(top: Path, layouts: list[str]) -> None:
+    """A run of Megatron's continues in its own layout to the bit and in others, and with each mistake it is another.
+    Adam's epsilon is far above the gradients, so that rounding of small ones stays small."""
+    model = DENSE + "--lr_warmup_iters 4 --adam_eps 1e-3 "
+    megatron = Case(4, BATCH + "--backend megatron --tensor_model_parallel_size 2 ", model)
+    expected = run_ranks(train_by_megatron, 4, megatron, str(top), timeout=100)[0]
+    cells = [(Case(4, BATCH + layout, model), str(top), "") for layout in layouts]
+    cells += [(cells[0][0], str(top), mistake) for mistake in MISTAKES] + [(megatron, str(top), "")]
+    for (case, _, mistake), found in zip(cells, run_ranks(continue_runs, 4, cells, timeout=200)[0], strict=True):
+        distance = apart(found, expected)
+        assert distance > 1e-3 if mistake else distance < 1e-7, (case.layout, mistake, distance)
+    assert distance == 0.0
+
+
+def test_a_run_of_megatron_continues_in_another_layout(tmp_path):
+    check_megatron_continues(tmp_path, ["--pipeline_model_parallel_size 2 "])
 
 
 class _Command:
@@ -221,19 +372,97 @@ def to_universal(folder: str, out: str) -> None:
     )  # fmt: skip
 
 
-def test_deepspeeds_checkpoints_are_read(tmp_path):
+def check_deepspeed(top: Path, stages: list[int], layouts: list[str]) -> None:
+    """Checkpoints of these stages and a universal one of the last are read bit by bit into layouts."""
     from tests.support import huggingface as hf
 
-    hf.write("qwen3", tmp_path)
-    written = {}
-    for stage in (1, 2, 3):
-        written[stage] = run_ranks(write_deepspeed, 3, str(tmp_path / str(stage)), stage, llama, timeout=100)[0]
-    folders = [str(tmp_path / str(stage)) for stage in written]
-    run_ranks(to_universal, 1, folders[2], str(tmp_path / "universal"), timeout=100)
-    for layout in ("--pipeline_model_parallel_size 2", "--sync streaming"):
-        for found in run_ranks(read_llama, 2, [*folders, str(tmp_path / "universal")], layout, timeout=100):
-            for each, expected in zip(found, [*written.values(), written[3]], strict=True):
+    hf.write("qwen3", top)
+    folders = {str(top / str(stage)): stage for stage in stages}
+    written = [run_ranks(write_deepspeed, 3, folder, stage, llama, timeout=100)[0] for folder, stage in folders.items()]
+    run_ranks(to_universal, 1, [*folders][-1], str(top / "universal"), timeout=100)
+    for layout in layouts:
+        for found in run_ranks(read_llama, 2, [*folders, str(top / "universal")], layout, timeout=100):
+            for each, expected in zip(found, [*written, written[-1]], strict=True):
                 assert each == expected, each if isinstance(each, str) else layout
+
+
+def test_deepspeeds_checkpoints_are_read(tmp_path):
+    check_deepspeed(tmp_path, [2, 3], ["--pipeline_model_parallel_size 2"])
+
+
+AS_THERE = "--adam_beta2 0.999 --adam_eps 1e-3 --weight_decay 0 --lr_decay_style constant "
+
+
+def train_by_deepspeed(folder: str, stage: int) -> Weights:
+    """The weights, by their Hugging Face names, of a run of DeepSpeed in FP32 that it saves half-way."""
+    import deepspeed
+    import torch
+
+    from tests.support import huggingface as hf
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=llama(), config=config)
+    rows = hf.batch().chunk(2)[torch.distributed.get_rank()]
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            engine.save_checkpoint(folder)
+        logits = engine(input_ids=rows[:, :-1]).logits
+        engine.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+        engine.step()
+    named = engine.module.named_parameters()
+    return {name: deepspeed.utils.safe_get_full_fp32_param(param).clone() for name, param in named}
+
+
+def continue_llama(cells: list[tuple[str, str, str]]) -> list[Weights]:
+    """The weights, by their Hugging Face names, of runs that continue from a folder in a layout, with a mistake."""
+    from megaaccum.pretrain.weights import config_json, foreign, weights_out
+    from megaaccum.pretrain.weights.rows import rows_of
+    from tests.support import huggingface as hf
+
+    found = []
+    for folder, layout, mistake in cells:
+        plan = hf.plan_of(Path(folder).parent / "qwen3", 2, *AS_THERE.split(), *layout.split())
+        engine = hf.engine_of(plan)
+        foreign.resume(engine, Path(folder), vocab_size=hf.VOCAB)
+        assert (engine.step, engine.consumed_samples) == (STEPS, 8 * STEPS)
+        if mistake:
+            engine.backend.adopt_state(0)
+        for _ in range(STEPS):
+            engine.train_step(hf.own_microbatches(engine))
+        theirs = {}
+        for name, tensor in engine.whole_weights():
+            rows = rows_of("qwen3", name, tensor.shape[0], config_json.sizes_of(plan.config, hf.VOCAB))
+            theirs |= {each: part.clone() for each, part in weights_out.to_theirs(rows or [], tensor)}
+        found.append(theirs)
+    return found
+
+
+def check_deepspeed_continues(top: Path, stages: list[int], layouts: list[str]) -> None:
+    """Runs continue in layouts from checkpoints of these stages, and from a universal one of the last."""
+    from tests.support import huggingface as hf
+
+    hf.write("qwen3", top)
+    folders = {str(top / str(stage)): stage for stage in stages}
+    expected = {
+        folder: run_ranks(train_by_deepspeed, 2, folder, stage, timeout=100)[0] for folder, stage in folders.items()
+    }
+    last, universal = [*folders][-1], str(top / "universal")
+    run_ranks(to_universal, 1, last, universal, timeout=100)
+    expected[universal] = expected[last]
+    cells = [(folder, layout, "") for folder in expected for layout in layouts]
+    cells.append((universal, layouts[0], "updates"))
+    for (folder, layout, mistake), found in zip(
+        cells, run_ranks(continue_llama, 2, cells, timeout=200)[0], strict=True
+    ):
+        distance = apart(found, expected[folder])
+        assert distance > 1e-4 if mistake else distance < 1e-6, (folder, layout, mistake, distance)
+
+
+def test_a_run_of_deepspeed_continues(tmp_path):
+    check_deepspeed_continues(tmp_path, [1, 3], ["--pipeline_model_parallel_size 2"])
 
 
 def test_nothing_in_a_deepspeed_checkpoint_runs(tmp_path):

@@ -106,6 +106,43 @@ def test_another_mask_or_divisor_is_seen(data, expected, spoil):
     assert apart([(other, 0)], expected) > 1e-3
 
 
+# --- verification ----------------------------------------------------------------------------------------------------
+
+
+def blind(case: Any, steps: int) -> Any:
+    """This rank's steps of a layout whose rows are one conversation each."""
+    from megaaccum.lab.verification import on_ranks, subject
+
+    read = subject._Gpt.microbatches
+
+    def microbatches(self: Any, step: int, count: int) -> list[Any]:
+        return [{k: v for k, v in each.items() if k != "document_starts"} for each in read(self, step, count)]
+
+    with patch.object(subject._Gpt, "microbatches", microbatches):
+        return on_ranks.observed(case, steps)
+
+
+def start_blind(case: Any, steps: int, at_borders: bool = False) -> list[Any]:
+    return run_ranks(blind, case.world_size, case, steps, timeout=60)
+
+
+@pytest.mark.parametrize("experts", ["", "--num_experts 4 --no_add_bias_linear --moe_aux_loss_coeff 0.1 "])
+def test_verify_keeps_conversations_apart(data, experts):
+    from megaaccum.config import resolve
+    from megaaccum.lab.verification import on_ranks, shrink
+    from megaaccum.lab.verification.first_samples import with_first_samples
+    from megaaccum.lab.verification.verdict import Verifier
+
+    case = Case(4, PP, MODEL + data[0] + experts)
+    config = parity.load(None, case.flags())
+    plan = resolve(config, world_size=4)
+    subject = with_first_samples(shrink.as_case(config, plan, shrink=False), plan, 1).case
+    assert subject.samples.parts["document_starts"].sum() > ROWS
+    for observe, ok in ((on_ranks.start_and_observe, True), (start_blind, False)):
+        verdict = Verifier(1, observe=observe).verify(subject, ["fp64"])
+        assert verdict.ok == ok and not verdict.problem, verdict.problem
+
+
 # --- by the commands -------------------------------------------------------------------------------------------------
 
 PROMPTS = ("ab", "c a")

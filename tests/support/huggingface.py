@@ -81,6 +81,75 @@ def write(family: str, folder: Path, **options: Any) -> Path:
     return folder / family
 
 
+def add_prediction(folder: Path) -> Path:
+    """Give DeepSeek-V3's model in `folder` a layer that predicts one token more, as its published files have it:
+    transformers neither writes nor reads that one."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file, content = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors, last = load_file(file), content["num_hidden_layers"]
+    draw, width = torch.Generator().manual_seed(6), content["hidden_size"]
+    shapes = {name.replace(f".{last - 1}.", f".{last}.", 1): tuple(each.shape) for name, each in tensors.items()}
+    shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"model.layers.{last}.")}
+    shapes |= {f"model.layers.{last}.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"model.layers.{last}.eh_proj.weight"] = (width, 2 * width)
+    tensors |= {name: torch.randn(shape, generator=draw) * 0.1 + (len(shape) == 1) for name, shape in shapes.items()}
+    tensors[f"model.layers.{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"model.layers.{last}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def prediction_loss(folder: Path) -> float:
+    """The loss of that layer, of the token after next, by transformers' own layers. In a process without stand-ins of
+    the CPU lane."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model, rows = AutoModelForCausalLM.from_pretrained(folder).eval(), batch()
+    last = model.config.num_hidden_layers
+    mine = {
+        name.removeprefix(f"model.layers.{last}."): each
+        for name, each in load_file(folder / "model.safetensors").items()
+        if name.startswith(f"model.layers.{last}.")
+    }
+
+    def norm(hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(
+            hidden, hidden.shape[-1:], mine[f"{name}.weight"], model.config.rms_norm_eps
+        )
+
+    with torch.no_grad():
+        hidden = model.model(rows[:, :-2]).last_hidden_state
+        merged = torch.cat((norm(model.model.embed_tokens(rows[:, 1:-1]), "enorm"), norm(hidden, "hnorm")), -1)
+        # Its decoder layer takes the place of the model's last one, and all others are left out.
+        layers = model.model.layers[-1:]
+        state = {name: each for name, each in mine.items() if not name.startswith(("e", "hnorm", "shared_head"))}
+        _, unexpected = layers[0].load_state_dict(_stacked(state), strict=False)
+        assert not unexpected, unexpected
+        model.model.layers, model.model.norm = layers, torch.nn.Identity()
+        model.config.num_hidden_layers = 1
+        after = model.model(inputs_embeds=merged @ mine["eh_proj.weight"].T, use_cache=False).last_hidden_state
+        logits = norm(after, "shared_head.norm") @ mine["shared_head.head.weight"].T
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten()))
+
+
+def _stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors as transformers 5 holds them: its experts in one tensor."""
+    import torch
+
+    experts = sorted({int(name.split(".")[2]) for name in state if name.startswith("mlp.experts.")})
+    of = {kind: [state[f"mlp.experts.{e}.{kind}_proj.weight"] for e in experts] for kind in ("gate", "up", "down")}
+    both = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+    rest = {name: each for name, each in state.items() if not name.startswith("mlp.experts.")}
+    return rest | {"mlp.experts.gate_up_proj": torch.stack(both), "mlp.experts.down_proj": torch.stack(of["down"])}
+
+
 def plan_of(folder: Path, world_size: int, *words: str) -> Plan:
     """The plan of a run that begins with the model in `folder`, as `megaaccum config` writes it."""
     from megaaccum.cli.config import as_yaml

@@ -245,7 +245,8 @@ class RunConfig:
     save: Annotated[str | None, Facts(per_host=True)] = None
     """Folder of checkpoints; default output_dir/checkpoints."""
     load: Annotated[str | None, Facts(per_host=True)] = None
-    """Folder to resume from, or one checkpoint's own; default: save, when it holds a checkpoint."""
+    """Folder to resume from, or one checkpoint's own, also of Megatron's (torch_dist) or DeepSpeed's (ZeRO, universal);
+    default: save, when it holds a checkpoint."""
     load_step: Annotated[int | None, Facts(at_least=0)] = None
     """Resume from the checkpoint of this step, in every start until it is removed; default: the current checkpoint."""
     init_from: Annotated[str | None, Facts(per_host=True)] = None

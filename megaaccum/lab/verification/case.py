@@ -43,7 +43,8 @@ class UserModel:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Sequences of a configuration's data, in order over all steps. parts: [samples, tokens] tensors, by NAMES."""
+    """Sequences of a configuration's data, in order over all steps. parts: [samples, tokens] tensors, by NAMES, and
+    document_starts with reset_attention_mask."""
 
     NAMES: ClassVar = ("tokens", "labels", "loss_mask", "position_ids")
     parts: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,7 @@ from megaaccum.lab.verification.case import Samples
 from megaaccum.lab.verification.shrink import Shrunk
 from megaaccum.lab.verification.subject import vocab_size_of
 from megaaccum.pretrain.data.dataset import build_datasets
+from megaaccum.pretrain.data.loader import starts_of
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -27,11 +28,15 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
         with tempfile.TemporaryDirectory() as folder:
             data, run = replace(plan.config.data, data_cache_path=folder), replace(plan.config.run, eval_interval=0)
             alone = replace(plan, config=replace(plan.config, data=data, run=run))
-            train = build_datasets(alone, train_samples=count).train
-            rows = [train[index] for index in range(count)]
+            found = build_datasets(alone, train_samples=count)
+            rows = [found.train[index] for index in range(count)]
     except MegaaccumError as error:
         return replace(shrunk, notes=[*shrunk.notes, f"random tokens: the data cannot be read here ({error})"])
     parts = {name: torch.stack([torch.as_tensor(row[name])[:seq] for row in rows]) for name in Samples.NAMES}
+    if plan.config.data.reset_attention_mask:
+        starts = [_starts(row, found.vocabulary.eod) for row in rows]
+        parts["document_starts"] = torch.stack([each[:seq] for each in starts])
+        case = replace(case, keys=case.keys | {"reset_attention_mask": True})
     parts |= {name: parts[name] % vocab for name in ("tokens", "labels")}
     parts["position_ids"] = parts["position_ids"].clamp(max=seq - 1)
     note = (
@@ -39,3 +44,11 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
         f" {vocab}; each sequence is masked from another token on, so that weights differ"
     )
     return Shrunk(replace(case, samples=Samples(parts)), [*shrunk.notes, note])
+
+
+def _starts(row: dict[str, Any], document_end: int | None) -> torch.Tensor:
+    """The places in a sample where documents begin."""
+    if "document_starts" in row:
+        return torch.as_tensor(row["document_starts"])
+    assert document_end is not None, "reset_attention_mask needs it"
+    return starts_of(torch.as_tensor(row["tokens"])[None], document_end)[0]

@@ -98,10 +98,31 @@ def whole_batch(batches: list[Any]) -> Any | None:
 def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: bool) -> tuple[torch.Tensor, float]:
     """(sum of the losses of unmasked tokens, their number) of a GPT; means: (the mean over these tokens, 1)."""
     mask = batch["loss_mask"]
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    losses = torch.cat([_losses(model, part) for part in _documents(model, batch)], dim=1).view(mask.shape)
     losses = losses if losses.dtype is torch.float64 else losses.float()
     total, tokens = (losses * mask.to(losses.dtype)).sum(), float(mask.sum())
     return (total / max(tokens, 1.0), 1.0) if means else (total, tokens)
+
+
+def _losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    starts = batch["document_starts"].cpu() if "document_starts" in batch else None
+    losses: torch.Tensor = model(
+        batch["tokens"], batch["position_ids"], starts, labels=batch["labels"], loss_mask=batch["loss_mask"]
+    )
+    return losses.view(1, -1)
+
+
+def _documents(model: Any, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the documents of a batch, each alone, without boundaries; the batch itself with experts, whose balancing
+    losses count the tokens of a micro-batch."""
+    if "document_starts" not in batch or model.config.num_moe_experts:
+        yield batch
+        return
+    starts = batch["document_starts"].cpu().view(-1)
+    lengths = starts.nonzero().view(-1).diff(append=torch.tensor([len(starts)])).tolist()
+    flat = {name: each.reshape(1, -1).split(lengths, dim=1) for name, each in batch.items() if each.dim() == 2}
+    for number in range(len(lengths)):
+        yield {name: parts[number] for name, parts in flat.items() if name != "document_starts"}
 
 
 class _Gpt:

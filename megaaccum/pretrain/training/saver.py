@@ -16,6 +16,7 @@ from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.pretrain.launch.lock import LOCK
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
+from megaaccum.pretrain.weights import foreign
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,11 @@ class Saver:
         run = self.engine.plan.config.run
         if run.no_load:
             return
-        if not resume.first_good(run.load or self.folder, self._load, self._note, step=run.load_step):
+        folder = Path(run.load or self.folder)
+        if run.load and save_load.latest(folder) is None and foreign.is_foreign(folder):
+            foreign.resume(self.engine, folder, vocab_size=self.data.vocabulary.size)
+            self._note(f"continues from {folder}: step {self.engine.step}, {self.engine.consumed_samples} samples")
+        elif not resume.first_good(folder, self._load, self._note, step=run.load_step):
             raise_on_all_ranks(self._start_afresh)
 
     def _load(self, checkpoint: Path) -> bool:

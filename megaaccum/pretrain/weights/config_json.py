@@ -212,6 +212,7 @@ def sizes_of(config: Config, vocab_size: int) -> Sizes:
     model = config.model
     heads = model.num_attention_heads
     return Sizes(
+        layers=model.num_layers,
         heads=heads,
         groups=model.num_query_groups or heads,
         channels=model.kv_channels or model.hidden_size // heads,
@@ -401,6 +402,14 @@ def _to_shared_experts(model: Keys) -> Keys:
     return {"n_shared_experts": shared // width if shared and width else None}
 
 
+def _prediction(left: Keys, found: Keys) -> Keys:
+    return {"mtp_num_layers": left.pop("num_nextn_predict_layers", None) or None}
+
+
+def _to_prediction(model: Keys) -> Keys:
+    return {"num_nextn_predict_layers": model["mtp_num_layers"] or 0}
+
+
 def _gpt2_width(left: Keys, found: Keys) -> Keys:
     return {"ffn_hidden_size": left.pop("n_inner", None) or 4 * found.get("hidden_size", 0)}
 
@@ -447,6 +456,7 @@ _PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]
     "dense_first": (_dense_first, _to_dense_first),
     "top_k_first": (_top_k_first, _to_top_k_first),
     "shared_experts": (_shared_experts, _to_shared_experts),
+    "prediction": (_prediction, _to_prediction),
     "gpt2_width": (_gpt2_width, _to_gpt2_width),
     "gpt2_dropout": (_gpt2_dropout, _to_gpt2_dropout),
     "gelu": (_gelu, _to_gelu),

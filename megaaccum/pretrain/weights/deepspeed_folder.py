@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,17 +40,27 @@ class DeepSpeedFolder:
                 f"{self.folder} was written with tensor or pipeline parallelism ({len(cut)} model files): convert it"
                 " with DeepSpeed's ds_to_universal first"
             )
-        self._tensors: Mapping[str, Any] = {
-            name.removeprefix(_PREFIX): each for name, each in self._listed().items()
-        }  # fmt: skip
+        self._tensors = self._listed("param")
+        self._by_kind = {"param": self._tensors}
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A whole parameter, which has `shape` in the run. Raises CheckpointError if the checkpoint lacks it."""
+    def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A whole parameter or moment, which has `shape` in the run. Raises CheckpointError if it is not there."""
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._listed(kind)
         if name in self._tensors:
-            return self._read(name, shape)
+            return self._read(name, kind, shape)
         rows = self._rows_of(name, shape)
         sizes = theirs_of(rows, shape)
-        return torch.cat([self._part(each, name, sizes) if each.name else _padding(each, shape) for each in rows])
+        parts = (self._part(each, name, kind, sizes) if each.name else _padding(each, shape) for each in rows)
+        return torch.cat(list(parts))
+
+    def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
+        """(steps of its run, updates among them, samples). Raises CheckpointError if it does not say how many."""
+        path = next(iter(sorted(self.folder.glob("*_model_states.pt"))), self.folder / "mp_rank_00_model_states.pt")
+        with _only_tensors(path):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            steps, samples = int(state["global_steps"]), int(state["global_samples"])
+            return steps, steps - int(state["skipped_steps"]), samples
 
     def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors that are none of these parameters. Copies that share a tensor count as read."""
@@ -59,10 +69,10 @@ class DeepSpeedFolder:
         read = {id(self._tensors[name]) for name in used & self._tensors.keys()}
         return sorted(name for name in self._tensors.keys() - used if id(self._tensors[name]) not in read)
 
-    def _part(self, rows: Rows, name: str, sizes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+    def _part(self, rows: Rows, name: str, kind: str, sizes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         if rows.name not in self._tensors:
             raise CheckpointError(f"{self.folder} has neither {name} nor {rows.name}, of which it is made")
-        tensor = self._read(rows.name, sizes[rows.name])
+        tensor = self._read(rows.name, kind, sizes[rows.name])
         return (tensor.t() if rows.transposed else tensor)[rows.start : rows.stop]
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
@@ -79,19 +89,25 @@ class DeepSpeedFolder:
         except ConfigError:
             return ""
 
-    def _listed(self) -> Mapping[str, Any]:
+    def _listed(self, kind: str) -> Mapping[str, Any]:
+        """Each parameter's tensor of a kind, as a file or as what DeepSpeed joins when it is read."""
         if (self.folder / "zero").is_dir():
-            return {path.parent.name: path for path in sorted(self.folder.glob(f"zero/*/{_UNIVERSAL}"))}
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+            name = _UNIVERSAL if kind == "param" else f"{kind}.pt"
+            return {path.parent.name.removeprefix(_PREFIX): path for path in sorted(self.folder.glob(f"zero/*/{name}"))}
+        from deepspeed.utils import zero_to_fp32
 
-        with _only_tensors(self.folder):
-            found: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
-                str(self.folder.parent), tag=self.folder.name, lazy_mode=True
+        is_moment, parse = kind != "param", zero_to_fp32.parse_optim_states
+        if is_moment:
+            parse = partial(_moments, parse, kind)
+        with _only_tensors(self.folder), patch.object(zero_to_fp32, "parse_optim_states", parse):
+            found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+                str(self.folder.parent), self.folder.name, exclude_frozen_parameters=is_moment, lazy_mode=True
             )
-        return found
+        return {name.removeprefix(_PREFIX): each for name, each in found.items()}
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        each = self._tensors[name]
+    def _read(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if (each := self._by_kind[kind].get(name)) is None:
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}")
         if isinstance(each, Path):
             with _only_tensors(each):
                 each = torch.load(each, map_location="cpu", weights_only=True)
@@ -99,6 +115,18 @@ class DeepSpeedFolder:
             each = each.view(shape) if each.dim() == 1 and each.numel() == torch.Size(shape).numel() else each
         tensor: torch.Tensor = each.contiguous()
         return tensor
+
+
+def _moments(parse: Callable[..., tuple[Any, ...]], kind: str, files: list[str], folder: str) -> tuple[Any, ...]:
+    """DeepSpeed's `parse_optim_states` with the moments of each rank's parts in place of its masters."""
+    stage, count, masters, *more = parse(files, folder)
+    moments = []
+    for file, mine in zip(files, masters, strict=True):
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["optimizer_state_dict"]
+        state = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        of_groups = state["state"] if isinstance(state, dict) else state
+        moments.append([of_groups[number][kind][: master.numel()] for number, master in enumerate(mine)])
+    return stage, count, moments, *more
 
 
 def _padding(rows: Rows, shape: tuple[int, ...]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megaaccum.checkpoint.folders import Progress
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
@@ -28,11 +29,16 @@ class Source(Protocol):
 
     folder: Path
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A whole parameter, which has `shape` in the run. Raises CheckpointError if there is none."""
+    def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A whole parameter (kind `param`) or moment (`exp_avg`, `exp_avg_sq`), which has `shape` in the run. Raises
+        CheckpointError if there is none."""
 
     def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors of the model that are none of these parameters."""
+
+    def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
+        """(steps of its run, updates among them, samples if it says so). Raises CheckpointError if it does not say how
+        many, or with_optimizer lacks moments."""
 
 
 def is_foreign(folder: Path) -> bool:
@@ -44,11 +50,41 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     """Replace the engine's weights by those of the checkpoint in `folder`. vocab_size: of the run, before padding.
     Collective over the world. Raises CheckpointError on every rank for what it lacks or has besides."""
     source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
-    held = {p.name: p.shape for p, _, _ in held_pieces(engine.backend, engine.groups, only_weights=True)}
-    held |= {name: tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
-    everyone = gathered(held, engine.groups.host)
+    _load(engine, source, vocab_size, num_updates=None)
+
+
+def resume(engine: Engine, folder: Path, *, vocab_size: int) -> None:
+    """Continue the run of the checkpoint in `folder`, as finetune, no_load_optim and reset_iteration say: its weights,
+    the optimizer's state, then its steps and samples. Collective over the world; raises as `load` does."""
+    run, ramp = engine.plan.config.run, engine.plan.ramp
+    source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
+    with_optimizer = not (run.finetune or run.no_load_optim)
+    if not with_optimizer and (run.finetune or run.reset_iteration):
+        return _load(engine, source, vocab_size, num_updates=None)
+    step, updates, samples = raise_on_all_ranks(source.reached, with_optimizer)
+    _load(engine, source, vocab_size, num_updates=updates if with_optimizer else None)
+    if run.reset_iteration:
+        return None
+    schedule = {} if engine.lr_schedule is None else engine.lr_schedule.state_dict()
+    progress = Progress(
+        step=step,
+        consumed_samples=ramp.samples_after(step) if samples is None else samples,
+        lr_schedule=schedule | {"num_steps": ramp.samples_after(updates)},
+        data={},
+        shape=engine.shape,
+        transaction={"num_updates": updates, "skipped_steps": step - updates},
+        batch_ramp=engine.plan.ramp_state(),
+    )
+    return engine.resume(progress, with_optimizer=with_optimizer)
+
+
+def _load(engine: Engine, source: Source, vocab_size: int, num_updates: int | None) -> None:
+    pieces = held_pieces(engine.backend, engine.groups, only_weights=num_updates is None)
+    held = {(piece.name, piece.kind): piece.shape for piece, _, _ in pieces}
+    held |= {(name, "param"): tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
+    everyone = gathered({name: shape for (name, _), shape in held.items()}, engine.groups.host)
     raise_on_all_ranks(_check_rest, source, {name: shape for each in everyone for name, shape in each.items()})
-    engine.load_weights(_tensors(source, held, vocab_size))
+    engine.load_weights(_tensors(source, held, vocab_size), num_updates=num_updates)
 
 
 def _open(folder: Path, config: Config, vocab_size: int) -> Source:
@@ -64,12 +100,12 @@ def _check_rest(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _tensors(
-    source: Source, held: Mapping[str, tuple[int, ...]], vocab_size: int
+    source: Source, held: Mapping[tuple[str, str], tuple[int, ...]], vocab_size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, shape in held.items():
-        tensor = source.whole(name, shape)
+    for (name, kind), shape in held.items():
+        tensor = source.whole(name, kind, shape)
         if name in _ROWS_ARE_TOKENS and tensor.shape[0] != shape[0] and min(tensor.shape[0], shape[0]) >= vocab_size:
             padded = torch.zeros(shape, dtype=tensor.dtype)  # rows of padding belong to a layout, not to the model
             padded[:vocab_size] = tensor[:vocab_size]
             tensor = padded
-        yield name, tensor
+        yield name if kind == "param" else f"{name}/{kind}", tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of a model on which the operations depend. channels: of one head."""
+    """Sizes of a model on which names and operations depend. channels: of one head."""
 
+    layers: int
     heads: int
     groups: int
     channels: int
@@ -60,10 +61,26 @@ def families() -> dict[str, Any]:
 def table(family: str) -> tuple[Row, ...]:
     """The weights of a family."""
     names = families()["families"][family]["weights"]
-    return tuple(Row(row[0], row[1], tuple(row[2:])) for name in names for row in families()["tables"][name])
+    rows = [row for name in names for row in families()["tables"][name]]
+    if "prediction" in names:
+        rows += [
+            [each.replace(*_INNER).replace("<layer>", "<mtp>") for each in row]
+            for row in rows
+            if "decoder.layers." in row[0]
+        ]
+    return tuple(Row(row[0], row[1], tuple(row[2:])) for row in rows)
 
 
-_PLACES = {"layer": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
+_INNER = ("decoder.layers.<layer>.", "mtp.layers.<mtp>.mtp_model_layer.")
+"""The start of the names of a decoder layer, and of the one in a layer that predicts further tokens."""
+_PLACES = {"layer": r"\d+", "mtp": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
+
+
+_PLACE = re.compile("<(.*?)>")
+
+
+def _filled(numbers: dict[str, str], place: re.Match[str]) -> str:
+    return numbers[place[1]]
 
 
 @cache
@@ -79,9 +96,12 @@ def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] |
     None if the family has no such parameter."""
     for row in table(family):
         if match := _pattern(row.ours).fullmatch(name):
-            theirs = [re.sub("<(.*?)>", lambda place: match[place[1]], each) for each in row.theirs]
+            numbers = match.groupdict()
+            if "mtp" in numbers:  # theirs are counted on from the decoder's layers
+                numbers["mtp"] = str(sizes.layers + int(numbers["mtp"]))
+            theirs = [_PLACE.sub(partial(_filled, numbers), each) for each in row.theirs]
             operation = row.operation.removesuffix("_t")
-            transposed = operation != row.operation and match.groupdict().get("leaf") != "bias"
+            transposed = operation != row.operation and numbers.get("leaf") != "bias"
             found = OPERATIONS[operation](theirs, num_rows, sizes)
             return [Rows(each, start, stop, transposed and bool(each)) for each, start, stop in found]
     return None

@@ -22,7 +22,9 @@ from megaaccum.platform.files import open_regular
 from megaaccum.upstream import pytorch
 
 LATEST = "latest_checkpointed_iteration.txt"
-_LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+COMMON = "common_state/shard_0_1"
+"""The key of what is no tensor."""
+_LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<inner>mtp_model_layer\.)?(?P<rest>.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -41,19 +43,27 @@ class Place:
     index: tuple[int, ...] = ()
 
 
-def places_of(name: str) -> Iterator[Place]:
-    """Yield the places where a parameter of ours may lie, by the kinds of layers that Megatron has."""
+def places_of(name: str, *, together: bool) -> Iterator[Place]:
+    """Yield the places where a parameter of ours may lie, by the kinds of layers that Megatron has. together: the
+    layers of the decoder lie in one tensor."""
     match = _LAYER.fullmatch(name)
     if match is None:
         yield Place(name)
         return
     block, layer, rest = match["block"], int(match["layer"]), match["rest"]
+    inner = "transformer_layer." if match["inner"] else ""
     inside: tuple[int, ...] = ()
     if expert := _EXPERT.fullmatch(rest):
         rest, inside = f"mlp.experts.experts.{expert['rest']}", (int(expert["expert"]),)
     for each in [rest, *(fused + rest.removeprefix(ours) for ours, fused in _FUSED if rest.startswith(ours))]:
-        yield Place(f"{block}.layers.{layer}.{each}", inside)
-        yield Place(f"{block}.layers.{each}", (layer, *inside))
+        if together and block == "decoder":
+            yield Place(f"{block}.layers.{each}", (layer, *inside))
+        else:
+            yield Place(f"{block}.layers.{layer}.{inner}{each}", inside)
+
+
+def _every_place(name: str) -> list[Place]:
+    return [*places_of(name, together=False), *places_of(name, together=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +83,41 @@ class TorchDist:
         self._chunks: dict[str, list[_Chunk]] = {}
         self._read_list(self.folder / ".metadata")
 
-    def find(self, name: str) -> Place | None:
-        """The place of a parameter of ours; None if it has none."""
-        return next((place for place in places_of(name) if place.key in self._sizes), None)
+    def _find(self, name: str, kind: str) -> Place | None:
+        """The place of a parameter of ours, or of a moment; None if it has none. FP32 masters come before weights."""
+        kinds = ("optimizer.state.param.", "optimizer.state.fp32_param.", "") if kind == "param" else (_moment(kind),)
+        found = (Place(first + place.key, place.index) for place in _every_place(name) for first in kinds)
+        return next((place for place in found if place.key in self._sizes), None)
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A parameter of ours, whole; `shape` is that of the run. Raises CheckpointError if a part of it is missing."""
-        place = self.find(name)
+    def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
+        """(iterations of its run, updates among them, samples if it says so). Raises CheckpointError if it does not say
+        how many, or with_optimizer has no moments that another layout can read."""
+        if with_optimizer and not any(key.startswith(_moment("exp_avg")) for key in self._sizes):
+            raise CheckpointError(
+                f"{self.folder} has no optimizer state in the shapes of the model: write it with"
+                " --dist-ckpt-optim-fully-reshardable, or set no_load_optim or finetune to true"
+            )
+        try:
+            (state,) = self._content(self._chunks[COMMON][0], COMMON)
+            groups = (
+                state["optimizer"]["optimizer"]["param_groups"] if with_optimizer else [{"step": state["iteration"]}]
+            )
+            samples = getattr(state.get("args"), "consumed_train_samples", None)
+            return int(state["iteration"]), int(next(each["step"] for each in groups if "step" in each)), samples
+        except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder} does not say how many steps its run made ({error!r})") from error
+
+    def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A parameter of ours or a moment, whole; `shape` is that of the run. Raises CheckpointError if a part of it is
+        missing."""
+        place = self._find(name, kind)
         if place is None:
-            raise CheckpointError(f"{self.folder} has no {name}, under any name that Megatron gives it")
+            raise CheckpointError(f"{self.folder} has no {name} ({kind}), under any name that Megatron gives it")
         depth, size = len(place.index), self._sizes[place.key]
         if any(at >= most for at, most in zip(place.index, size, strict=False)):
             raise CheckpointError(f"{place.key} in {self.folder} is {size}: it has no part {place.index}")
         whole, filled = torch.empty(0), 0
-        for chunk in self._chunks[place.key]:
+        for chunk in self._chunks.get(place.key, []):
             part = self._part(chunk, place, len(size))
             if part is None:
                 continue
@@ -99,28 +130,36 @@ class TorchDist:
         return whole
 
     def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Tensors of the model that are none of these parameters."""
-        names = shapes.keys()
-        used = {place.key for name in names if (place := self.find(name)) is not None}
-        others = (key for key in self._sizes.keys() - used if not key.startswith(("optimizer", "rng_state", "chained")))
-        norms = {fused for name in names for fused in (place.key for place in places_of(name))}
-        return sorted(key for key in others if "_extra_state" not in key and key not in norms)
+        """Tensors of the model, and layers and experts in them, that are none of these parameters."""
+        used: dict[str, list[tuple[int, ...]]] = {}
+        for place in (place for name in shapes for place in _every_place(name)):
+            used.setdefault(place.key, []).append(place.index)
+
+        def has_more(key: str) -> bool:
+            found = used.get(key, [])
+            return not found or len(found) < torch.Size(self._sizes[key][: len(found[0])]).numel()
+
+        keys = (key for key in self._sizes if not key.startswith(("optimizer", "rng_state")))
+        return sorted(key for key in keys if "_extra_state" not in key and has_more(key))
 
     def _part(self, chunk: _Chunk, place: Place, dims: int) -> torch.Tensor | None:
         """The elements of a chunk at `place`; None if it has none there. Layers and experts lie one to a chunk."""
         depth = len(place.index)
         if chunk.offsets[:depth] != place.index:
             return None
+        tensor = self._content(chunk, place.key)
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims or set(tensor.shape[:depth]) - {1}:
+            raise CheckpointError(f"{chunk.file} does not hold a part of {place.key} of one layer or expert")
+        return tensor.reshape(tensor.shape[depth:])
+
+    def _content(self, chunk: _Chunk, key: str) -> Any:
         path = self.folder / chunk.file
         try:
             with open_regular(path) as file:
                 file.seek(chunk.start)
-                tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+                return torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
         except Exception as error:  # bytes that are cut off or made up can raise anything
-            raise CheckpointError(f"{path} holds no {place.key} ({type(error).__name__}: {error})") from error
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims or set(tensor.shape[:depth]) - {1}:
-            raise CheckpointError(f"{path} does not hold a part of {place.key} of one layer or expert")
-        return tensor.reshape(tensor.shape[depth:])
+            raise CheckpointError(f"{path} holds no {key} ({type(error).__name__}: {error})") from error
 
     def _read_list(self, path: Path) -> None:
         with open_regular(path) as file:
@@ -128,16 +167,27 @@ class TorchDist:
         try:
             for key, table in found.state_dict_metadata.items():
                 if type(table).__name__ == "TensorStorageMetadata":
-                    self._sizes[key], self._chunks[key] = _numbers(table.size), []
+                    self._sizes[_unchained(key)] = _numbers(table.size)
             for index, info in found.storage_data.items():
-                if index.fqn not in self._sizes:
+                key = _unchained(index.fqn)
+                if key not in self._sizes and key != COMMON:
                     continue
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"the file {info.relative_path!r} is not in its folder")
-                offsets = _numbers(index.offset)
-                self._chunks[index.fqn].append(_Chunk(offsets, info.relative_path, int(info.offset), int(info.length)))
+                offsets = () if key == COMMON else _numbers(index.offset)
+                chunk = _Chunk(offsets, info.relative_path, int(info.offset), int(info.length))
+                self._chunks.setdefault(key, []).append(chunk)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is no list of tensors ({error})") from error
+
+
+def _unchained(key: str) -> str:
+    """The key of a tensor without the number of the optimizer that has it: Megatron steps experts by another one."""
+    return re.sub(r"^chained_\d+\.", "", key)
+
+
+def _moment(kind: str) -> str:
+    return f"optimizer.state.{kind}."
 
 
 def _numbers(size: Any) -> tuple[int, ...]:

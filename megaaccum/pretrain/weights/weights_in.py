@@ -20,11 +20,15 @@ from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
 
 if TYPE_CHECKING:
     from megaaccum.checkpoint.pieces import Piece
+    from megaaccum.config.schema import Config
     from megaaccum.engine import Engine
 
 _NOT_READ = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
 """Tensors of older files that are computed, not trained."""
-_HEAD, _EMBEDDINGS = "lm_head.weight", {"model.embed_tokens.weight", "transformer.wte.weight", "wte.weight"}
+_SHARED = {"lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight", "wte.weight"}
+_COPY = re.compile(r"lm_head\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
+"""Tensors that others share, and names under which some programs write one of them twice."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHOWN = 4
 """Names that a message lists."""
 
@@ -48,7 +52,8 @@ class Mapped:
             if not rows.name:
                 continue
             if rows.name not in self.weights.files:
-                raise CheckpointError(f"{self.weights.folder} has no {rows.name}, of which {self.name} is made")
+                remedy = ": leave mtp_num_layers out" if self.name.startswith("mtp.") else ""
+                raise CheckpointError(f"{self.weights.folder} has no {rows.name}, of which {self.name} is made{remedy}")
             expected = (heights[rows.name], *self.shape[1:])
             expected = expected[::-1] if rows.transposed else expected
             here, file = self.weights.shape(rows.name), self.weights.files[rows.name]
@@ -99,7 +104,7 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     mapped = raise_on_all_ranks(_mapped, engine, folder, vocab_size)
     read = {rows.name for each in mapped for rows in each.rows}
     everyone = gathered(read, engine.groups.host)
-    raise_on_all_ranks(_check_rest, folder, set().union(*everyone))
+    raise_on_all_ranks(_check_rest, folder, set().union(*everyone), _left_out(engine.plan.config, folder))
     engine.load_weights((each.name, each) for each in mapped)
 
 
@@ -139,12 +144,21 @@ def _as_written(rows: Rows, weights: Weights) -> Rows:
     return Rows(bare, rows.start, rows.stop, rows.transposed)
 
 
-def _check_rest(folder: Path, read: set[str]) -> None:
-    """Check that the files hold nothing that no rank reads. Raises CheckpointError."""
+def _left_out(config: Config, folder: Path) -> range:
+    """Layers of the files that predict further tokens, if the run has none of them."""
+    model, count = config.model, config_json.read_json(folder).get("num_nextn_predict_layers") or 0
+    return range(model.num_layers, model.num_layers + (0 if model.mtp_num_layers else count))
+
+
+def _check_rest(folder: Path, read: set[str], left_out: range) -> None:
+    """Check that the files hold nothing that no rank reads, but these layers. Raises CheckpointError."""
     weights = Weights(folder)
-    rest = sorted(name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name))
-    if rest == [_HEAD] and weights.digest(_HEAD) in (weights.digest(name) for name in _EMBEDDINGS & read):
-        return  # the head shares the embedding, and some programs write it twice
+    rest = [name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name)]
+    rest = [name for name in rest if not (layer := _LAYER.match(name)) or int(layer[1]) not in left_out]
+    if any(map(_COPY.fullmatch, rest)):
+        shared = {weights.digest(name) for name in _SHARED & read}
+        rest = [name for name in rest if not (_COPY.fullmatch(name) and weights.digest(name) in shared)]
+    rest.sort()
     if rest:
         more = f", and {len(rest) - _SHOWN} more" if rest[_SHOWN:] else ""
         raise CheckpointError(

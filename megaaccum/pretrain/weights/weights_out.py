@@ -29,22 +29,25 @@ _TOKENIZER = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _BUFFER = "buffer/"
+_SHARED = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+"""Tensors that each layer that predicts further tokens has once more, and their names there."""
 
 
-def _current(run: Path, config: Config) -> Path:
-    """The current checkpoint of a run. Raises CheckpointError if it has none."""
+def current_of(run: Path, checkpoint: Path | None) -> tuple[Config, Path]:
+    """(the configuration of a run by its output_dir, its current checkpoint unless another is given). Raises
+    MegaaccumError if it has none."""
+    config = receipts.config_of(receipts.read_all(run)[-1])
     saved = Path(config.run.save) if config.run.save else run / "checkpoints"
-    checkpoint = latest(saved)
+    checkpoint = checkpoint or latest(saved)
     if checkpoint is None:
         raise CheckpointError(f"{saved} holds no checkpoint: give --checkpoint the folder of one")
-    return checkpoint
+    return config, checkpoint
 
 
 def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtype: str = "fp32") -> None:
     """Write a run's weights, under their names in the whole model, into one safetensors file in `folder`, which appears
     when all of it is there: what `Engine.load_weights` takes. Raises MegaaccumError."""
-    config = receipts.config_of(receipts.read_all(run)[-1])
-    whole = WholeCheckpoint(checkpoint or _current(run, config))
+    whole = WholeCheckpoint(current_of(run, checkpoint)[1])
     kind = names.DTYPES[dtype]
     layout = {name: (shape, torch.float32 if whole.is_buffer(name) else kind) for name, shape in whole.shapes().items()}
     tensors = ((name, whole.read(name).to(layout[name][1])) for name in layout)
@@ -126,8 +129,7 @@ class Export:
         """The export of a run by its output_dir. checkpoint: default the current one; family: default the first that
         has this model; dtype: default the run's. Raises MegaaccumError if the run lacks receipt or checkpoint, and
         ConfigError if no family has its model."""
-        receipt = receipts.read_all(run)[-1]
-        config, vocab_size = receipts.config_of(receipt), receipt["data"]["vocab_size"]
+        (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
         source = Path(config.run.init_from) if config.run.init_from else None
         if source is not None and not (source / "config.json").is_file():
             source = None
@@ -140,7 +142,7 @@ class Export:
             family = config_json.family_of(content)
         tokenizer = Path(config.data.tokenizer_model) if config.data.tokenizer_model else None
         return cls(
-            checkpoint=checkpoint or _current(run, config),
+            checkpoint=checkpoint,
             config=config,
             vocab_size=vocab_size,
             family=family or config_json.family_for(config, vocab_size),
@@ -174,8 +176,14 @@ class Export:
         layout: safetensors_folder.Layout = {}
         for name, shape in shapes.items():
             dtype = torch.float32 if self._whole.is_buffer(name) else self.dtype
-            layout |= {theirs: (size, dtype) for theirs, size in theirs_of(rows[name], shape).items()}
+            for theirs, size in theirs_of(rows[name], shape).items():
+                layout |= dict.fromkeys([theirs, *self._copies(theirs)], (size, dtype))
         return rows, layout
+
+    def _copies(self, theirs: str) -> list[str]:
+        model = self.config.model
+        numbers = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+        return [f"model.layers.{number}.{_SHARED[theirs]}" for number in numbers if theirs in _SHARED]
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
         rows = rows_of(self.family, name, shape[0], config_json.sizes_of(self.config, self.vocab_size))
@@ -190,10 +198,11 @@ class Export:
             yield from self._theirs(name, each, layout)  # its variables are gone before the next parameter is read
 
     def _theirs(
-        self, name: str, rows: list[Rows], layout: safetensors_folder.Layout
+        self, ours: str, rows: list[Rows], layout: safetensors_folder.Layout
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for theirs, tensor in to_theirs(rows, self._whole.read(name)):
-            yield theirs, tensor.to(layout[theirs][1])
+        for theirs, tensor in to_theirs(rows, self._whole.read(ours)):
+            tensor = tensor.to(layout[theirs][1])
+            yield from ((name, tensor) for name in (theirs, *self._copies(theirs)))
 
     def _write_json(self, aside: Path) -> None:
         made = (

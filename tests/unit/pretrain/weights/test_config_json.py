@@ -79,7 +79,7 @@ def test_what_has_no_key_is_refused_by_name(family, changed, text):
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
 
 
-@pytest.mark.parametrize(("kind", "text"), [("gpt_oss", "clamped, interleaved GLU"), ("bert", "none of the families")])
+@pytest.mark.parametrize(("kind", "text"), [("gpt_oss", "quick_geglu"), ("bert", "none of the families")])
 def test_other_models_are_refused_by_name(kind, text):
     with pytest.raises(ConfigError, match=text):
         config_json.keys_from({"model_type": kind})

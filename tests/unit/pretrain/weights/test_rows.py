@@ -14,7 +14,7 @@ from megaaccum.pretrain.weights.rows import Sizes, families, rows_of, table
 from megaaccum.pretrain.weights.weights_in import Mapped, mapped
 from megaaccum.pretrain.weights.weights_out import theirs_of, to_theirs
 
-SIZES = Sizes(heads=6, groups=2, channels=4, vocabulary=29)
+SIZES = Sizes(layers=3, heads=6, groups=2, channels=4, vocabulary=29)
 HEIGHTS = {"qkv": (6 + 2 * 2) * 4, "vocabulary": 32, "gate_up": 24, "same": 12}
 ROWS = [(family, row.ours, row.operation) for family in families()["families"] for row in table(family)]
 
@@ -46,7 +46,7 @@ class Held:
 def example(name: str, operation: str) -> tuple[str, torch.Tensor]:
     """A parameter of a row of a table, with numbers that tell where they belong; padding is 0."""
     leaf = "bias" if "<leaf>" in name and "linear_fc2" in name else "weight"
-    name = name.replace("<layer>", "3").replace("<expert>", "1").replace("<leaf>", leaf)
+    name = name.replace("<layer>", "3").replace("<mtp>", "0").replace("<expert>", "1").replace("<leaf>", leaf)
     height = HEIGHTS[operation.removesuffix("_t")]
     is_vector = "norm" in name or leaf == "bias" or "bias" in name
     whole = torch.arange(1.0, 1 + height * (1 if is_vector else 8)).view((height,) if is_vector else (height, 8))
