@@ -15,7 +15,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
-from megaaccum.errors import ConfigError
+from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.pretrain.weights.rows import Sizes, families
 from megaaccum.texts import parse_json, read_text
 
@@ -49,7 +49,20 @@ def read_json(folder: Path) -> Keys:
     content = read_object(path)
     if not isinstance(content.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type")
+    if content.get("num_nextn_predict_layers") and not _predicts(folder, content):
+        content["num_nextn_predict_layers"] = 0
     return content
+
+
+def _predicts(folder: Path, content: Keys) -> bool:
+    """Whether the files hold prediction layers, whose number transformers writes without them."""
+    from megaaccum.pretrain.weights.safetensors_folder import Weights
+
+    try:
+        files = Weights(folder).files
+    except CheckpointError:  # the weights come later, or their error does
+        return True
+    return any(name.startswith(f"model.layers.{content.get('num_hidden_layers')}.") for name in files)
 
 
 def read_object(path: Path) -> Keys:

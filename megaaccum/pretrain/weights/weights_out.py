@@ -209,6 +209,8 @@ class Export:
             config_json.json_from(self.config, self.family, self.vocab_size) if self.content is None else self.content
         )
         content = dict(made)
+        if "num_nextn_predict_layers" in content:
+            content["num_nextn_predict_layers"] = self.config.model.mtp_num_layers or 0
         for name in ("dtype", "torch_dtype"):
             content[name] = str(self.dtype).removeprefix("torch.")
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
