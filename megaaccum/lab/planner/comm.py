@@ -1,7 +1,8 @@
 """Seconds of collectives and messages, by latency and bandwidth, within a node and between nodes.
 
-A transfer of S bytes takes alpha + S / beta. A ring over K ranks takes K - 1 steps for an all-gather or a
-reduce-scatter, each of S / K, and twice that for an all-reduce; a tree takes 2 log2 K latencies and moves S twice
+A transfer of S bytes takes alpha + S / beta, and a collective some time to start. A ring over K ranks takes K - 1
+steps for an all-gather or a reduce-scatter, each of S / K, and twice that for an all-reduce; a tree takes 2 log2 K
+latencies and moves S twice
 (arXiv 1910.02054, section 7, and the notes of NVIDIA's nccl-tests on bus bandwidth). NCCL takes whichever is faster.
 """
 
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+START = 15e-6
+"""Seconds to start a collective: NCCL's kernel 8.4e-6 (its tuning.cc, protocol Simple), the rest for the launch and the
+ranks' meeting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,8 @@ class Links:
     net_bandwidth: float
     """Bytes per second of one GPU's share of the network."""
     net_latency: float
+    start: float = START
+    """Seconds to start a collective, beside its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +67,15 @@ def latency(group: Group, links: Links) -> Any:
 def ring(num_bytes: Any, group: Group, links: Links) -> Any:
     """An all-gather or reduce-scatter of `num_bytes` (the whole tensor): (K - 1) alpha + (K - 1) / K * S / beta."""
     k = np.maximum(np.asarray(group.size, dtype=float), 1)
-    return (k - 1) * latency(group, links) + (k - 1) / k * num_bytes / bandwidth(group, links)
+    steps = (k - 1) * (latency(group, links) + num_bytes / k / bandwidth(group, links))
+    return steps + np.where(k > 1, links.start, 0.0)
 
 
 def tree(num_bytes: Any, group: Group, links: Links) -> Any:
     """An all-reduce over a double tree: 2 log2(K) alpha + 2 S / beta; nothing for one rank."""
     k = np.maximum(np.asarray(group.size, dtype=float), 1)
-    return np.where(
-        k > 1, 2 * np.log2(k) * latency(group, links) + 2 * num_bytes / bandwidth(group, links), 0.0
-    )  # fmt: skip
+    moved = 2 * np.log2(k) * latency(group, links) + 2 * num_bytes / bandwidth(group, links)
+    return np.where(k > 1, links.start + moved, 0.0)
 
 
 def hierarchical(num_bytes: Any, group: Group, links: Links) -> Any:
@@ -78,7 +85,7 @@ def hierarchical(num_bytes: Any, group: Group, links: Links) -> Any:
     inside = Group(np.asarray(group.per_node), np.asarray(group.per_node))
     share = num_bytes / np.asarray(group.per_node)
     between = np.ceil(np.log2(nodes)) * links.net_latency + (nodes - 1) / nodes * share / links.net_bandwidth
-    return ring(num_bytes, inside, links) + np.where(nodes > 1, between, 0.0)
+    return ring(num_bytes, inside, links) + np.where(nodes > 1, links.start + between, 0.0)
 
 
 def gather(num_bytes: Any, group: Group, links: Links) -> Any:

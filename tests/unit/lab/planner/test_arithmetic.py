@@ -31,7 +31,8 @@ def rows_after(text: str) -> list[list[str]]:
 
 def ring(ranks: int) -> float:
     """Seconds of the planner's ring all-reduce, by bandwidth alone."""
-    links = Links(gpus_per_node=1, node_bandwidth=SPEED, node_latency=0.0, net_bandwidth=SPEED, net_latency=0.0)
+    speeds = dict(node_bandwidth=SPEED, node_latency=0.0, net_bandwidth=SPEED, net_latency=0.0, start=0.0)
+    links = Links(gpus_per_node=1, **speeds)
     return 2 * float(comm.ring(SIZE, Group(ranks, 1), links))
 
 
