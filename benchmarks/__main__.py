@@ -15,6 +15,7 @@ BY_NAME = (
     "layouts",
     "fuzz",
     "experts",
+    "expert_reduction",
     "hostile",
     "restarts",
     "kills",
@@ -26,8 +27,8 @@ BY_NAME = (
     "weights",
     *NEED_FILES,
 )
-"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, hostile, restarts, kills,
-tune_faults, verify, libraries and megatron_train measure no speed."""
+"""layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, expert_reduction, hostile,
+restarts, kills, tune_faults, verify, libraries and megatron_train measure no speed."""
 
 
 def main(argv: list[str]) -> int:

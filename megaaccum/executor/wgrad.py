@@ -117,8 +117,8 @@ autograd calls a layer's backward without arguments. Not thread-local: autograd 
 def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, at_once: bool = False) -> Iterator[None]:
     """Backwards inside leave the weight gradients of installed layers in `into`.
 
-    splitting: layers that split their own backward, in the order in which ranks built the model: gradients are handed
-    on in it, and reduced together. at_once: weight gradients are computed before this ends, for callers that look at
+    splitting: layers that split their own backward, the model's last first: gradients are handed on in this order, in
+    which backends reduce them. at_once: weight gradients are computed before this ends, for callers that look at
     single micro-batches; W then finds nothing to do.
     """
     global _receiver

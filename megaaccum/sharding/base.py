@@ -164,11 +164,6 @@ def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: AnyOrder
     return [each for each in (grad, *sums.others(param)) if each is not None]
 
 
-def has_experts(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Whether any chunk routes tokens: an expert may then see none on a rank, and its gradient not come."""
-    return any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks)
-
-
 def copied_gradients(backend: ShardingBackend) -> Callable[[], None]:
     """`copy_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
     grads = [shard.grad for shard in backend.shards()]

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
@@ -49,8 +50,11 @@ class DdpBackend(UnshardedBackend):
         self._names = {id(param): name for name, param in self._parameters}
         for group in optimizer.param_groups:
             group["params"] = [self._masters.get(id(param), param) for param in group["params"]]
-        owners = [owner for chunk in chunks for owner in self._owners(chunk)]
-        self._ddp = [DistributedDataParallel(owner, process_group=_group(owner, groups)) for owner in owners]
+        self._of_chunk = [
+            [DistributedDataParallel(owner, process_group=_group(owner, groups)) for owner in self._owners(chunk)]
+            for chunk in chunks
+        ]
+        self._ddp = [ddp for ddps in self._of_chunk for ddp in ddps]
         self.sums = MicrobatchSums.from_plan(plan, groups)
         # An average over the ranks of experts would be another than that of the rest.
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
@@ -70,14 +74,14 @@ class DdpBackend(UnshardedBackend):
         self._syncing = False
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
+        self._open: list[DistributedDataParallel] = []
+        """The reducers of the chunk whose final gradients come now."""
         if plan.layout.splits_backward:
-            self.grad_sync_func = self.reduce_chunk
-        else:
-            for ddp in self._ddp:
-                for param in _trainable(ddp):
-                    # An expert may see no token in a rank's last micro-batch; all are then reduced after the flush.
-                    if not names.is_expert(param):
-                        param.register_hook(partial(self._before_gradient, ddp, param))
+            self.grad_sync_func = [partial(self.reduce_chunk, number) for number in range(len(chunks))]
+        elif not plan.config.parallel.overlap_moe_expert_parallel_comm:  # else a tied embedding's gradient comes twice
+            for ddps in self._of_chunk:
+                for param in (param for ddp in ddps for param in _trainable(ddp)):
+                    param.register_hook(partial(self._before_gradient, ddps, param))
 
     def _owners(self, chunk: torch.nn.Module) -> list[torch.nn.Module]:
         """The modules whose parameters a DDP reduces: the chunk itself, or one of its masters and what has none; and
@@ -108,6 +112,8 @@ class DdpBackend(UnshardedBackend):
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add a gradient that a W has computed: autograd would copy one that the parameter is given first. Hooks on the
         weight, besides the one that hands its gradient to the master, are called by autograd."""
+        if self._open:
+            self._arrived.add(id(self._masters.get(id(weight), weight)))
         if (master := self._masters.get(id(weight))) is not None and pytorch.num_hooks(weight) <= 1:
             self._add_to_master(master, grad)
         else:
@@ -115,45 +121,73 @@ class DdpBackend(UnshardedBackend):
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
-        """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk."""
+        """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk: the final
+        gradients of one are all there then, but for those of experts that saw no token."""
+        self._close()
         self._syncing = False
         try:
             yield
         finally:
             self._syncing = self._last_flush
 
-    def _before_gradient(self, ddp: DistributedDataParallel, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    def _before_gradient(
+        self, ddps: list[DistributedDataParallel], param: torch.nn.Parameter, grad: torch.Tensor
+    ) -> None:
         """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
         if self._syncing:
             self._arrived.add(id(param))
-            if ddp in self._waiting:
-                self._waiting.remove(ddp)
-                pytorch.ddp_expect_gradients(ddp)
+            self._expect(ddps)
+
+    def _expect(self, ddps: list[DistributedDataParallel]) -> None:
+        """Let the reducers of a chunk take the next gradient of each parameter as final."""
+        self._open = ddps
+        for ddp in (ddp for ddp in ddps if ddp in self._waiting):
+            self._waiting.remove(ddp)
+            pytorch.ddp_expect_gradients(ddp)
+
+    def _close(self) -> None:
+        """Reduce what the chunk's last backward has not brought: zeros, and what earlier micro-batches have left."""
+        ddps, self._open = self._open, []
+        for ddp in ddps:
+            self._give_zeros(ddp, _trainable(ddp))
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before DDP's reducer looks; outside `no_sync_func` it is the last."""
         if not self.sums.accept(param) and self._syncing:
             self.sums.give_back(param)
 
-    def reduce_chunk(self, params: Iterator[torch.nn.Parameter]) -> None:
-        """All-reduce a chunk whose gradients are all there.
+    # --- a backward in two parts ---
 
-        Under a split backward a matrix' gradient of an early micro-batch may come after a norm's last one, and DDP's
-        reducer takes one gradient per parameter once it expects any. So it is given them at the end, as zeros to add.
+    def after_input_grad(self, chunk: int) -> None:
+        """Nothing to do: gradients are added up."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:
+        """Let the reducers take the gradients of a chunk's last W, each as it comes.
+
+        A norm's last gradient, of an I, may have come before those of a matrix of early micro-batches, and DDP's
+        reducer takes one gradient per parameter once it expects any. So what came in I is given now, as zeros to add.
         """
-        mine = {id(self._masters.get(id(param), param)) for param in params}
-        for ddp in self._ddp if self._last_flush else ():
-            if any(id(param) in mine for param in ddp.parameters()):
-                self._give_zeros(ddp)
+        if last and self._last_flush and not self.sums.in_one_order:
+            late = {id(self._masters.get(id(p), p)) for p in self._chunks[chunk].parameters() if wgrad.is_put_off(p)}
+            self._expect(self._of_chunk[chunk])
+            for ddp in self._open:
+                self._give_zeros(ddp, [param for param in _trainable(ddp) if id(param) not in late])
 
-    def _give_zeros(self, ddp: DistributedDataParallel) -> None:
-        """Let DDP's reducer have a gradient of every parameter: of those that got none, zeros (they may have some of
+    def after_weight_grad(self, chunk: int) -> None:
+        """Nothing to do: `reduce_chunk` follows the last."""
+
+    def reduce_chunk(self, number: int, params: Iterator[torch.nn.Parameter]) -> None:
+        """All-reduce what is left of a chunk whose gradients are all there."""
+        if self._last_flush:
+            self._expect(self._of_chunk[number])
+            self._close()
+
+    def _give_zeros(self, ddp: DistributedDataParallel, params: list[torch.nn.Parameter]) -> None:
+        """Let DDP's reducer have a gradient of these parameters: of those that got none, zeros (they may have some of
         earlier micro-batches). It sends its buckets in one order on all ranks, whichever of them lack some."""
-        if ddp in self._waiting:
-            self._waiting.remove(ddp)
-            pytorch.ddp_expect_gradients(ddp)
-        missing = [param for param in _trainable(ddp) if id(param) not in self._arrived]
+        missing = [param for param in params if id(param) not in self._arrived]
         for param in missing:
+            self._arrived.add(id(param))
             self.sums.give_back(param)
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
@@ -167,9 +201,11 @@ class DdpBackend(UnshardedBackend):
         """All-reduce gradients that are not reduced yet. DDP waits for it here, so the last flush does it."""
         if self._reduced:
             return
-        for ddp in self._ddp if self.grad_sync_func is None or self._waiting else ():
-            self._give_zeros(ddp)
-        assert not self._waiting, "a chunk was not reduced"
+        self._close()
+        for ddps in self._of_chunk:
+            if any(ddp in self._waiting for ddp in ddps):
+                self._expect(ddps)
+                self._close()
         self._reduced = True
 
     def _show_and_reduce(self, place, bucket):  # type: ignore[no-untyped-def]
@@ -186,6 +222,7 @@ class DdpBackend(UnshardedBackend):
 
     def begin_accumulation(self) -> None:
         self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
+        self._open = []
         self._arrived.clear()
         self.sums.clear()
         self._optimizer.zero_grad(set_to_none=True)

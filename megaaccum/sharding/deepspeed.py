@@ -27,11 +27,11 @@ from megaaccum.sharding.base import (
     ReducedSoFar,
     StatePiece,
     copied_gradients,
-    has_experts,
     sums_of,
     whole_frozen_pieces,
 )
 from megaaccum.sharding.cold_experts import ColdExperts
+from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
@@ -76,8 +76,7 @@ class DeepSpeedBackend(Backend):
         self.sums = MicrobatchSums.from_plan(plan, groups)
         self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
-        # Experts may see no token in a rank's last micro-batch, so that ranks would fill buckets in different orders.
-        self._reduce_in_backward = not has_experts(chunks)
+        self._turns = ExpertTurns.from_plan(plan, chunks, self._hand_over)
         self._syncing = self._reducing = False
         self._kept = ReducedSoFar()
         self._hooks: list[pytorch.OnGradient] = []
@@ -117,7 +116,7 @@ class DeepSpeedBackend(Backend):
         try:
             yield
         finally:
-            self._set_syncing(self._last_flush and self._reduce_in_backward)
+            self._set_syncing(self._last_flush)
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """A flush is over: gradients that come now are not final."""
@@ -134,6 +133,7 @@ class DeepSpeedBackend(Backend):
     def begin_accumulation(self) -> None:
         self._set_syncing(False)
         self._reducing = False
+        self._turns.begin()
         self.sums.clear()
         for param in self.driver.params:
             param.grad = None
@@ -246,12 +246,18 @@ class DeepSpeedBackend(Backend):
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
         if not comes_again:
-            self._hand_over(param)
+            self._turns.came(param)
 
     def _hand_over(self, param: torch.nn.Parameter) -> None:
+        """Reduce a parameter's gradient, whose last part has come, or zeros if there is none."""
         if not self._reducing:
             self.driver.begin_reduction()
             self._reducing = True
+        if id(param) in self._cold.params:
+            self._cold.bring_back(param)
+        self.sums.give_back(param)
+        if param.grad is None:
+            param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
         self._look_at(param)
         self.driver.reduce(param)
 
@@ -264,14 +270,8 @@ class DeepSpeedBackend(Backend):
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
         did not use (their gradient may be all zero)."""
-        done = self.driver.handed_over() if self._reducing else set()
-        left = [param for param in self.driver.params if id(param) not in done]
-        for param in left:
-            self._cold.bring_back(param)
-            self.sums.give_back(param)
-            if param.grad is None:
-                param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
-            self._hand_over(param)
+        for param in self.driver.params:
+            self._turns.finish(param)
 
 
 def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:

@@ -23,6 +23,7 @@ from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import Backend, GradShard, StatePiece, sums_of
+from megaaccum.sharding.expert_turns import before_experts
 from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
 from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
@@ -50,6 +51,7 @@ class Fsdp2Backend(Backend):
         self._splits = plan.layout.splits_backward
         self._waiting: list[FSDPModule] = []
         whole = [param for _, param in names.named_parameters(chunks)]
+        before = {id(param) for chunk in chunks for param in before_experts(chunk)}
         own_ranks = bool(experts.of_chunks(chunks))
         self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
         if own_ranks or plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp:  # making groups is collective
@@ -72,12 +74,14 @@ class Fsdp2Backend(Backend):
                 elif self._splits:
                     pytorch.on_gradient(param, partial(self._keep_for_w, number, held))
         fsdp2.watch(self._roots, self.memory.note)
-        self._weight_grads = [fsdp2.WeightGrads(chunk, hooked=self.sums.in_one_order) for chunk in chunks]
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
         for param in whole:
             vars(shards[id(param)]).update(vars(param))
+        before = {id(shards[key]) for key in before}
+        hooked = self.sums.in_one_order
+        self._weight_grads = [fsdp2.WeightGrads(each, hooked=hooked, before_experts=before) for each in chunks]
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
             fsdp2.before_reduce(chunk, self._show)

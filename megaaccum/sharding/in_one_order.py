@@ -36,12 +36,13 @@ class _InOneOrder(zero.ZeroDriver):
         self._pending: list[torch.nn.Parameter] = []
 
     def begin_reduction(self) -> None:
-        self._handed_over.clear()
         self.begin_partitions()
 
     def reduce(self, param: torch.nn.Parameter) -> None:
-        """Put the gradient into the bucket; a full bucket is sent."""
-        self._handed_over.add(id(param))
+        """Put the gradient into the bucket, which is sent when it is full, or experts come after dense parameters or
+        the other way round."""
+        if self._pending and names.is_expert(self._pending[-1]) != names.is_expert(param):
+            self._send_bucket()
         self._pending.append(param)
         if sum(map(self.numel, self._pending)) >= self._bucket:
             self._send_bucket()
@@ -99,16 +100,10 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
         return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
 
     def _send(self, params: list[torch.nn.Parameter]) -> None:
-        """Send the bucket: dense parameters over their ranks, then experts over theirs."""
-        for is_expert in (False, True):
-            if part := [param for param in params if names.is_expert(param) == is_expert]:
-                group = names.dp_group(part[0], self._groups)
-                order = self._order(group)
-                assert order is not None
-                self._send_over(group, order, part)
-
-    def _send_over(self, group: dist.ProcessGroup, order: Order, params: list[torch.nn.Parameter]) -> None:
-        """Make one all-to-all that sends each rank of `group` its part of the gradients of `params`."""
+        """Make one all-to-all that sends each rank that holds the parameters its part of their gradients."""
+        group = names.dp_group(params[0], self._groups)
+        order = self._order(group)
+        assert order is not None
         cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
         parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
         counts, rank = order.counts, group.rank()

@@ -6,9 +6,9 @@ bucket in each chunk's last backward; each rank steps its share and gathers the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,10 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, has_experts, sums_of, whole_frozen_pieces
+from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
+from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import megatron, pytorch
@@ -69,19 +71,22 @@ class MegatronBackend(UnshardedBackend):
             for param in self._trained():
                 param.grad_dtype = torch.float32
                 pytorch.on_gradient(param, self._on_gradient)
+        self._bucket = {id(param): group for ddp in self._ddp for group, param in megatron.bucketed(ddp)}
+        """The bucket group of each parameter."""
+        self._missing: Counter[Any] = Counter()
+        """How many parameters of a bucket group have a gradient to come."""
+        self._splits, self._syncing = plan.layout.splits_backward, False
+        self._turns = ExpertTurns.from_plan(plan, chunks, self.complete)
         for ddp in self._ddp:
             megatron.before_reduce(ddp, self._show)
-        self._waiting: dict[DistributedDataParallel, ExitStack] = {}
-        if plan.layout.splits_backward:
-            self.grad_sync_func = [partial(self.reduce_chunk, ddp) for ddp in self._ddp]
+            megatron.when_added(ddp, self._added)
 
     @staticmethod
     def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
         sharding = plan.config.sharding
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=sharding.grad_reduce_dtype == "fp32",
-            # An expert may see no token in a last backward, and ranks would then send buckets in different orders.
-            overlap_grad_reduce=sharding.reproducible == "none" and not has_experts([chunk]),
+            overlap_grad_reduce=sharding.reproducible == "none",
             use_distributed_optimizer=True,
             # An all-to-all and a sum in rank order.
             reduce_scatter_with_fp32_accumulation=sharding.deterministic,
@@ -109,32 +114,40 @@ class MegatronBackend(UnshardedBackend):
 
     @contextmanager
     def no_sync_func(self) -> Iterator[None]:
-        """Gradients of the backwards inside stay on this rank. Chunks leave it one by one, the last chunk first."""
+        """Gradients of the backwards inside stay on this rank."""
+        self._syncing = False
         try:
             yield
         finally:
-            if self._last_flush and self._waiting and self.grad_sync_func is None:
-                self._waiting.popitem()[1].close()
+            self._syncing = self._last_flush
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add a gradient that a W has computed to Megatron's buffer: autograd, which calls the hooks on a weight, would
-        copy it first. Nothing waits for Megatron's own hook on it, because `reduce_chunk` sends the buckets."""
+        copy it first."""
         if self.sums.in_one_order or pytorch.num_hooks(weight):
             pytorch.add_by_autograd(weight, grad)
         else:
             weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+        self._came(weight)
 
-    def reduce_chunk(self, ddp: DistributedDataParallel, params: Iterator[torch.nn.Parameter]) -> None:
-        """Start to reduce a chunk whose gradients are all there.
+    def _added(self, param: torch.nn.Parameter) -> None:
+        """Megatron has added a gradient to its buffer. That of a matrix under a split backward is `add_weight_grad`'s:
+        another part of it may have come in I."""
+        if not (self._splits and wgrad.is_put_off(param)):
+            self._came(param)
 
-        Without this, Megatron sends a bucket when each of its parameters has had as many gradients since the last
-        micro-batch began as in the first step. Under a split backward a matrix' gradients of early micro-batches come
-        after a norm's last one, so that number would be another with each number of micro-batches.
-        """
-        if self._last_flush:
-            self._waiting.pop(ddp).close()
-            if ddp.ddp_config.overlap_grad_reduce:  # else `finish_grad_sync` does all of it
-                ddp.start_grad_sync()
+    def _came(self, param: torch.nn.Parameter) -> None:
+        if self._syncing and id(param) in self._bucket:
+            self._turns.came(param)
+
+    def complete(self, param: torch.nn.Parameter) -> None:
+        """Send the parameter's bucket when it is the last of it whose gradient is complete. Megatron's own count would
+        wait for ever for one that gets no gradient, and under a split backward count as many of a matrix as come after
+        a norm's last one."""
+        group = self._bucket[id(param)]
+        self._missing[group] -= 1
+        if not self._missing[group] and group.ddp_config.overlap_grad_reduce:
+            group.start_grad_sync()
 
     def _others(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's other partial sums of a bucket, laid out as Megatron has laid out the first."""
@@ -152,8 +165,8 @@ class MegatronBackend(UnshardedBackend):
         self.sums.accept(param)
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
+        self._syncing = False
         if self._last_flush:
-            assert not self._waiting, "a chunk's last backward ran without the reduction"
             self._reduce()
 
     def _reduce(self) -> None:
@@ -165,15 +178,8 @@ class MegatronBackend(UnshardedBackend):
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
-        waiting, self._waiting = self._waiting, {}
         for ddp in self._ddp:
-            if ddp in waiting:
-                waiting[ddp].close()
-                if ddp.ddp_config.overlap_grad_reduce:
-                    ddp.start_grad_sync()
-            elif ddp.ddp_config.overlap_grad_reduce and self.grad_sync_func is None:
-                megatron.give_zeros(ddp)
-            ddp.finish_grad_sync()
+            ddp.finish_grad_sync()  # which begins with the buckets that were not sent
         self._reduced = True
 
     # --- the step ---
@@ -181,10 +187,11 @@ class MegatronBackend(UnshardedBackend):
     def begin_accumulation(self) -> None:
         self._reduced = False
         self.sums.clear()
-        self._waiting = {ddp: ExitStack() for ddp in self._ddp}
-        for ddp, stack in self._waiting.items():
+        self._syncing = False
+        self._turns.begin()
+        self._missing = Counter(self._bucket.values())
+        for ddp in self._ddp:
             ddp.zero_grad_buffer()
-            stack.enter_context(ddp.no_sync())
 
     def shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""

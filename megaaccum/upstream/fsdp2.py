@@ -83,10 +83,12 @@ class WeightGrads:
     FSDP2 ends a unit's backward when its input's gradient is there, and reduces then. Its hooks do not see a W, so
     their calls after it are made here (torch 2.13; torch.distributed.pipelining makes the same after a stage's last
     W): `post_backward` of a unit, and `_root_post_backward_final_callback`. hooked: hooks look at each gradient.
+    before_experts: ids of the shards of parameters whose W comes after those of all units inside their layer.
     """
 
-    def __init__(self, root: Any, *, hooked: bool):
+    def __init__(self, root: Any, *, hooked: bool, before_experts: set[int]):
         self._root, self._units, self._last, self._hooked = root, units(root), _own_units(root), hooked
+        self._before_experts = before_experts
         self._left: list[list[Any]] = []
         """Units that are not reduced yet, those of a layer together: the router's W may come before its experts'."""
 
@@ -105,6 +107,9 @@ class WeightGrads:
         unit, param = self._of[id(weight)]
         while self._reduces and unit not in self._last and unit not in self._left[0]:
             self._reduce(self._left.pop(0))
+        if self._reduces and id(param.sharded_param) in self._before_experts:
+            inner, self._left[0] = self._left[0][:-1], self._left[0][-1:]
+            self._reduce(inner)
         hooked = self._hooked or pytorch.num_hooks(weight)
         if not hooked and weight.grad is None:  # autograd would copy `grad` first
             if param.unsharded_accumulated_grad is None:

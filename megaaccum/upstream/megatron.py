@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -22,8 +22,9 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 def check() -> list[str]:
     """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
     latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
-    is being reduced, and parallel_state's groups are globals. Sentences on those that this version lacks; empty when
-    all is well."""
+    is being reduced and registers each gradient, and parallel_state's groups are globals. Sentences on those that this
+    version lacks; empty when all is well."""
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -35,6 +36,8 @@ def check() -> list[str]:
         problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
     if "self.grad_reduce_handle" not in inspect.getsource(_ParamAndGradBucketGroup.start_grad_sync):
         problems.append("_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle")
+    if ".register_grad_ready(" not in inspect.getsource(DistributedDataParallel):
+        problems.append("DistributedDataParallel calls no register_grad_ready when it has added a gradient")
     for cls in (ColumnParallelLinear, RowParallelLinear):
         source = inspect.getsource(cls.forward)
         for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
@@ -151,13 +154,23 @@ def _bucket_groups(ddp: Any) -> list[Any]:
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
-def give_zeros(ddp: Any) -> None:
-    """Give Megatron's DDP a gradient, zeros, of each parameter that got none in the last backward: it sends a bucket
-    when all of its parameters have one (megatron-core 0.19: `per_param_grad_ready_counts`), and fails without."""
-    had = {param for group in _bucket_groups(ddp) for param in group.per_param_grad_ready_counts}
-    missing = [param for param in ddp.module.parameters() if param.requires_grad and param not in had]
-    if missing:
-        torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
+def bucketed(ddp: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """(bucket group, parameter) of each trained parameter of a DDP of Megatron's."""
+    for group in _bucket_groups(ddp):
+        for param in group.params:
+            yield group, param
+
+
+def when_added(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
+    """Have Megatron's DDP call `call(param)` when it has added a gradient to `main_grad`, in place of its own count
+    (megatron-core 0.19: `register_grad_ready`, called where reductions overlap). The caller starts a bucket group's
+    reduction; `finish_grad_sync` starts what it did not, as in a first step without a count to compare with."""
+
+    def ready(param: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
+        call(param)
+
+    for group in _bucket_groups(ddp):
+        group.register_grad_ready = ready
 
 
 def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:

@@ -143,10 +143,10 @@ def _quantizing(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def delayed_modules(chunk: torch.nn.Module) -> list[Any]:
     """Modules of `chunk` whose backward leaves the weight gradient to a later `backward_dw()` (delay_wgrad_compute),
-    in model order."""
+    in the order of a backward: the last of the model first."""
     modules: list[Any] = list(chunk.modules())
     found = [module for module in modules if getattr(module, "wgrad_store", None) is not None]
-    return [module for module in found if hasattr(module, "need_backward_dw") and module.need_backward_dw()]
+    return [module for module in reversed(found) if hasattr(module, "need_backward_dw") and module.need_backward_dw()]
 
 
 def pop_delayed(module: Any) -> Products | None:

@@ -123,7 +123,6 @@ class ZeroDriver(ABC):
     def __init__(self, engine: Any):
         self.optimizer = engine.optimizer
         self.params: list[torch.nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad]
-        self._handed_over: set[int] = set()
         # The backend's own hooks decide in which backward a gradient is final.
         for hook in self.optimizer._grad_acc_hooks:
             hook.remove()
@@ -159,12 +158,7 @@ class ZeroDriver(ABC):
 
     def begin_reduction(self) -> None:
         """Let the next gradients start a new sum."""
-        self._handed_over.clear()
         self.optimizer.set_gradient_accumulation_boundary(True)
-
-    def handed_over(self) -> set[int]:
-        """ids of the parameters whose gradient was handed over since begin_reduction."""
-        return self._handed_over
 
     def finish_reduction(self) -> None:
         """Reduce the last bucket and give the optimizer its partitions."""
@@ -288,7 +282,6 @@ class Zero3(ZeroDriver):
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Hand `param.grad` to the bucket; a full bucket is reduce-scattered and averaged over the group. The host
         waits once for three buckets, and stays three ahead; DeepSpeed's own wait is one for each."""
-        self._handed_over.add(id(param))
         self.optimizer.reduce_independent_p_g_buckets_and_remove_grads(param)
         under_way = self.optimizer.param_reduce_events
         if len(under_way) >= 2 * _BUCKETS_AHEAD:

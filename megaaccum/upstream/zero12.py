@@ -62,8 +62,13 @@ class Zero12(ZeroDriver):
         self.optimizer.setup_buckets()
 
     def reduce(self, param: torch.nn.Parameter) -> None:
-        """Hand `param.grad` to the bucket; a full bucket is reduced to its owner and averaged over the group."""
-        self._handed_over.add(id(param))
+        """Hand `param.grad` to the bucket; a full bucket is reduced to its owner and averaged over the group. One of
+        experts is a bucket of its own, as at stage 3: both kinds in one would wait for each other."""
+        bucket = self.optimizer.ipg_buckets[self.optimizer.get_param_comm_dtype(param)]
+        if bucket.params and bucket.has_moe_params == getattr(param, "allreduce", True):
+            self.optimizer.reduce_ipg_grads(comm_dtype=self.optimizer.get_param_comm_dtype(param))
+            if self.optimizer.contiguous_gradients and self.optimizer.overlap_comm:
+                bucket.index = 1 - bucket.index
         if self.optimizer.use_grad_accum_attribute:
             self.optimizer._fill_param_grad_accum_attribute(param)
         self.optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, self._group_of[id(param)])

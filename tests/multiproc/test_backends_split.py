@@ -91,12 +91,15 @@ def both_chunks_when_one_is_done(case: Case):
     from megaaccum.sharding.megatron import MegatronBackend
     from tests.support.parity import gradient
 
-    def reduce_all(self, ddp, params):
-        for each in list(self._waiting):
-            self._waiting.pop(each).close()
-            each.start_grad_sync()
+    complete = MegatronBackend.complete
 
-    MegatronBackend.reduce_chunk = reduce_all
+    def reduce_all(self, param):
+        complete(self, param)
+        if self._bucket[id(param)].grad_reduce_handle is not None:
+            for group in dict.fromkeys(self._bucket.values()):
+                group.start_grad_sync()
+
+    MegatronBackend.complete = reduce_all
     return gradient(case)
 
 

@@ -30,7 +30,14 @@ def case(schedule: str, *, overlap: bool = True) -> Case:
 
 
 def test_gradients_of_one_process():
-    check([case("none")])
+    tied = case("none")  # a piece of its own for the embedding and for the head, which share a weight
+    check(
+        [
+            tied,
+            replace(tied, layout=tied.layout + "--backend ddp "),
+            replace(tied, layout=tied.layout + "--backend megatron "),
+        ]
+    )
     check([case("dualpipev"), case("interleaved")])
 
 

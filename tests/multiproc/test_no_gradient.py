@@ -16,6 +16,7 @@ EXPERTS = (
 )
 BOUNDARIES = ("", "--sync streaming ", "--zero_stage 2 ", "--backend fsdp2 ", "--backend fsdp2 --sync streaming ",
               "--backend megatron ", "--backend ddp ")  # fmt: skip
+WHOLE = "--tensor_model_parallel_size 2 --sequence_parallel --expert_tensor_parallel_size 1 "
 SPLIT, PLAIN = "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule dualpipev ", "--pp_microbatches 4 "
 
 
@@ -41,8 +42,9 @@ def reference(change: no_gradient.Change, model: str, batch: int, dtype: str) ->
         (no_gradient.frozen, SMALL, SPLIT),
         (no_gradient.unused, SMALL, PLAIN),
         (no_gradient.skipping, EXPERTS, SPLIT),
+        (no_gradient.skipping, EXPERTS, SPLIT + WHOLE),
     ],
-    ids=["frozen", "unused", "experts"],
+    ids=["frozen", "unused", "experts", "spread experts"],
 )
 def test_every_boundary(change, model, pipeline):
     check(change, [Case(4, backend + pipeline, model) for backend in BOUNDARIES])
@@ -127,23 +129,17 @@ def released_with_its_last_gradient(cases: list[Case]):
     return no_gradient.gradients(cases, no_gradient.frozen)
 
 
-def unused_get_zeros_in_the_first_step_alone(cases: list[Case]):
-    """Later, nothing is put in the place of gradients that do not come, and their buckets are not sent."""
+def sent_only_when_all_have_come(cases: list[Case]):
+    """A bucket is reduced when each of its parameters has had a gradient, and else not at all."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
-    from megaaccum.upstream import megatron
-
-    give_zeros, finish = megatron.give_zeros, BucketGroup.finish_grad_sync
-
-    def at_first(ddp) -> None:
-        if ddp.bucket_groups[0].is_first_batch:
-            give_zeros(ddp)
+    finish = BucketGroup.finish_grad_sync
 
     def finish_if_sent(self, *args, **keys) -> None:
-        if self.is_first_batch or self.grad_reduce_handle is not None:
+        if self.grad_reduce_handle is not None:
             finish(self, *args, **keys)
 
-    megatron.give_zeros, BucketGroup.finish_grad_sync = at_first, finish_if_sent
+    BucketGroup.finish_grad_sync = finish_if_sent
     return no_gradient.gradients(cases, no_gradient.unused)
 
 
@@ -151,7 +147,7 @@ def unused_get_zeros_in_the_first_step_alone(cases: list[Case]):
     ("mistake", "change", "layout", "error"),
     [
         (released_with_its_last_gradient, no_gradient.frozen, "--sync streaming ", 0.208),
-        (unused_get_zeros_in_the_first_step_alone, no_gradient.unused, "--backend megatron ", 0.696),
+        (sent_only_when_all_have_come, no_gradient.unused, "--backend megatron ", 0.696),
     ],
 )
 def test_a_mistake_is_a_wrong_gradient_under_the_right_loss(mistake, change, layout, error):

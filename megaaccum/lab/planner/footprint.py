@@ -233,7 +233,7 @@ def state_bytes(
     mode: ShardingMode, sharding: ShardingConfig, *, with_experts: bool = False, with_undo: bool = False
 ) -> StateBytes:
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
-    with_experts: gradients are reduced after the last backward. with_undo: and the copy of `speculative_step`."""
+    with_experts: finished sums of experts wait for their turn. with_undo: and the copy of `speculative_step`."""
     kept = _usual_bytes(mode, sharding)
     if with_undo:
         kept = _with_undo(kept, mode, sharding)
