@@ -95,7 +95,17 @@ class Fallbacks:
         for knob in knobs:
             for candidate in list(self._turned(knob)):
                 self._try(candidate, measure)
+        self._note_device_batch_of_one()
         return self.best()
+
+    def _note_device_batch_of_one(self) -> None:
+        """Say that a layout was left out for its device batch although it was predicted to be faster than the best."""
+        best, left = self.best(), next((each for each in self._all if each.name not in self.outcomes), None)
+        if best is not None and left is not None and left.axes["dbs"] == 1 and left.seconds < best.seconds:
+            self.notes.append(
+                f"row {left.row} is predicted to take {left.seconds:.3g} s, the best {best.seconds:.3g} s, but has a"
+                f" device batch of one sequence, which is tried last: --fix dbs=1 measures it"
+            )
 
     def run_again(self, measure: Callable[[Candidate, int], Outcome], rounds: int) -> Candidate | None:
         """Measure the layouts near the best one again, in turns, until each has had `rounds` runs: what else the

@@ -88,6 +88,11 @@ def test_a_device_batch_of_one_is_a_fallback() -> None:
     fallbacks, runs = Fallbacks(rows, top=3), Runs({})
     fallbacks.run(runs)
     assert runs.rows == [2, 3, 1]
+    assert not fallbacks.notes
+    fallbacks = Fallbacks(rows, top=2)
+    fallbacks.run(Runs({}))
+    (note,) = fallbacks.notes
+    assert note.startswith("row 1 is predicted to take") and note.endswith("--fix dbs=1 measures it")
 
 
 def test_one_knob_at_a_time_from_the_best() -> None:
