@@ -255,7 +255,8 @@ def param_groups(
     for name, param in named_params:
         if param.requires_grad:
             is_expert = not getattr(param, "allreduce", True)
-            decays = not never_decays(name, param) or (decay_qk_norms and _is_qk_norm(name))
+            is_qk_norm = "q_layernorm" in name or "k_layernorm" in name
+            decays = not never_decays(name, param) or (decay_qk_norms and is_qk_norm)
             kind = "matrices" if name in matrices else _kind(name, param, decoupled is not None, hidden is not None)
             members[1.0 if decays else 0.0, is_expert, kind].append((name, param))
     return [
@@ -278,10 +279,6 @@ def _kind(name: str, param: torch.nn.Parameter, decoupled: bool, hidden: bool) -
         return "ends"
     matrix = len(getattr(param, "ds_shape", param.shape)) > 1 and "embedding" not in name
     return "hidden" if hidden and matrix else ""
-
-
-def _is_qk_norm(name: str) -> bool:
-    return "q_layernorm" in name or "k_layernorm" in name
 
 
 def never_decays(name: str, param: torch.nn.Parameter) -> bool:

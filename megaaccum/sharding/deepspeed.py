@@ -96,10 +96,12 @@ class DeepSpeedBackend(Backend):
         """The driver that fits the engine's ZeRO stage and the order of sums."""
         sharding, order = plan.config.sharding, order_of(plan, self._groups.dp_cp)
         accumulate_in, bucket = names.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
-        if order is None:
-            return zero12.driver_of(self.engine, accumulate_in)
         if sharding.zero_stage == 3:
+            if order is None:
+                return zero.Zero3(self.engine)
             return Zero3InOneOrder(self.engine, experts.ReducerByRanks(plan, self._groups, self.sums), bucket)
+        if order is None:
+            return zero12.Zero12(self.engine, accumulate_in)
         order_over = partial(order_of, plan)
         return Zero12InOneOrder(self.engine, self._groups, accumulate_in, order_over, self.sums, bucket)
 

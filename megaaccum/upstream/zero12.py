@@ -231,8 +231,3 @@ def split_groups(optimizer: torch.optim.Optimizer, key: Callable[[torch.nn.Param
         lists = [name for name in ("params", "param_names") if name in group]
         apart += [group | {name: [group[name][i] for i in part] for name in lists} for part in members.values() if part]
     optimizer.param_groups[:] = apart
-
-
-def driver_of(engine: Any, accumulate_in: torch.dtype) -> Zero3 | Zero12:
-    """The driver that fits the engine's ZeRO stage. accumulate_in: precision in which gradients are added up."""
-    return Zero3(engine) if engine.zero_optimization_stage() == 3 else Zero12(engine, accumulate_in)

@@ -70,7 +70,8 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
         messages, first = prompt + _turns(record[answer], "assistant"), len(prompt)
     else:
         raise DataError(f"{where}: a line needs messages, or prompt and completion; this one has {sorted(record)}")
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    given = messages if isinstance(messages, list) else [None]
+    if not all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in given):
         raise DataError(f"{where}: messages must be a list of objects with role and content")
     if messages[:1] and messages[0]["role"] == "assistant":
         raise DataError(f"{where}: a conversation cannot begin with the assistant: put a user's message before it")
@@ -81,10 +82,6 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
 
 def _turns(given: Any, role: str) -> list[Any]:
     return [{"role": role, "content": given}] if isinstance(given, str) else list(given or [])
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 class ChatTokenizer:
