@@ -134,6 +134,7 @@ def test_the_wheel_holds_what_the_readme_names(tmp_path):
     assert {"configs/llama3_70b.yaml", "launch/pretrain_gpt.py"} <= named <= share
     assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= share
     assert "megaaccum/pretrain/data/text/SOURCE.md" in names
+    assert {"megaaccum/pretrain/interop/shell/wrap.sh", "megaaccum/pretrain/interop/deepspeed/keys.yaml"} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
