@@ -13,6 +13,8 @@ the report says so. A step that differs is traced to the axis, the border of a s
     --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
     --shrink          make it smaller in any case; --whole never does
     --steps N         optimizer steps (default 2)
+    --device gpu      on this machine's GPUs, one rank each, BF16 too: a run's layers (Transformer Engine's where it is
+                      installed), kernels, streams and NCCL; --dry-run takes the same path without a GPU
     --json FILE       write the report as JSON
     --picture FILE    draw each parameter's error (.png)
 
@@ -25,6 +27,7 @@ reason is printed).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +35,7 @@ from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
 from megaaccum.cli.arguments import pop_option, read_source, smallest_world
 from megaaccum.config.load import given
+from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,8 +54,17 @@ def main(argv: Sequence[str]) -> int:
     source = read_source(argv)
     words, options = _options(source.words)
     steps = int(options.get("--steps", 2))
+    num_gpus = _num_gpus(options)
     with source.with_words(words).load() as loaded:
         shrunk = _case(loaded.checked(), loaded.world_size, options, steps)
+    if num_gpus is not None:
+        shrunk = replace(shrunk, case=replace(shrunk.case, device="gpu"))
+        shrunk.notes.append(f"--device gpu: {f'on {num_gpus} GPUs' if num_gpus else 'a dry run, without a GPU'}")
+        if launched.num_ranks() == 1 and shrunk.case.world_size > num_gpus > 0:
+            raise ConfigError(
+                f"the layout that is verified has {shrunk.case.world_size} ranks, but this machine has {num_gpus} GPUs,"
+                f" one for each rank: set --world-size to {num_gpus} or less, or start its ranks by torchrun"
+            )
     progress = user_model.to_stderr() if launched.is_first() else lambda text: None
     verdict = user_model.run(shrunk.case, steps, progress)
     if not launched.is_first():
@@ -64,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
     return verdict.exit_code
 
 
-_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture", "--local_rank")
-_SWITCHES = ("--shrink", "--whole")
+_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture", "--device", "--local_rank")
+_SWITCHES = ("--shrink", "--whole", "--dry-run")
 
 
 def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -87,6 +100,26 @@ def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return rest, options
 
 
+def _num_gpus(options: dict[str, str]) -> int | None:
+    """GPUs of this machine that --device gpu asks for, 0 in a dry run; None without that option. Raises ConfigError if
+    there are none."""
+    device = options.get("--device", "cpu")
+    if device not in ("cpu", "gpu"):
+        raise ConfigError(f"--device is cpu or gpu, not {device}")
+    if device == "cpu":
+        if "--dry-run" in options:
+            raise ConfigError("--dry-run is of --device gpu: add that, or leave it out")
+        return None
+    if "--dry-run" in options:
+        return 0
+    preload.import_torch()
+    import torch
+
+    if not (count := torch.cuda.device_count()):
+        raise ConfigError("--device gpu: torch finds no GPU here; add --dry-run to take the same path on the CPU")
+    return count
+
+
 def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
     """The case of a configuration in its real layout, made smaller if it is too large."""
     from megaaccum.lab.planner import auto_schedule
@@ -106,7 +139,9 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     large = too_many or parameters > shrink.MOST_PARAMETERS
     if "--whole" in options and too_many:
         raise ConfigError(f"--whole: {world_size} ranks do not start on one machine: at most {shrink.MOST_RANKS}")
-    shrunk = shrink.as_case(config, plan, shrink="--shrink" in options or (large and "--whole" not in options))
+    smaller = "--shrink" in options or (large and "--whole" not in options)
+    has_kernels = options.get("--device") == "gpu" and "--dry-run" not in options
+    shrunk = shrink.as_case(config, plan, shrink=smaller, on_gpu=has_kernels)
     if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
         return shrunk
     from megaaccum.lab.verification.first_samples import with_first_samples

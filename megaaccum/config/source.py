@@ -294,15 +294,18 @@ def flag_groups(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[
     return groups, first
 
 
+_SWITCHES = (bool, bool | None)
+
+
 def _is_negation(written: str) -> bool:
     plain = written.replace("-", "_")
     positive = canonical(plain.removeprefix("no_"))
-    return plain.startswith("no_") and positive is not None and all_keys()[positive].annotation is bool
+    return plain.startswith("no_") and positive is not None and all_keys()[positive].annotation in _SWITCHES
 
 
 def _put_flag(name: str, written: str, flag: str, values: list[str], source: Source) -> None:
     annotation = all_keys()[name].annotation
-    if annotation is bool and not values:
+    if annotation in _SWITCHES and not values:
         source.put(written, True, flag)
     elif not values:
         source.problems.append(f"{flag} needs a value.")

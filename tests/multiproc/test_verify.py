@@ -223,3 +223,17 @@ def test_the_command(tmp_path, capsys):
     assert written["verdict"] == "pass"
     assert max(row["error"] for row in written["lanes"][0]["rows"] if row["kind"] == "gradient") < 1e-12
     assert picture.stat().st_size > 10_000
+
+
+def test_the_path_of_a_gpu_is_taken_on_a_cpu(tmp_path):
+    """Ranks and reference start torch.distributed as a run does; BF16 is compared, and one process' distance of it."""
+    out = tmp_path / "verdict.json"
+    command = [sys.executable, "-m", "megaaccum", "verify", "configs/tiny_cpu.yaml", "--device", "gpu", "--dry-run"]
+    ended = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == PASSED, ended.stdout + ended.stderr
+    assert "--device gpu: a dry run, without a GPU" in ended.stdout
+    lanes = {each["lane"]: each for each in json.loads(out.read_text())["lanes"]}
+    assert set(lanes) == {"fp64", "fp32", "bf16"}
+    for lane in ("fp32", "bf16"):
+        (row,) = (row for row in lanes[lane]["rows"] if row["kind"] == "one process")
+        assert 0 < row["error"] < row["bound"] / 2

@@ -86,9 +86,22 @@ def is_random(config: Config) -> bool:
 
 def start_can_be_verified(subject: Subject) -> Iterator[str]:
     """Two splits of the same samples have one gradient only if no micro-batch depends on those before it."""
+    for name, why in _splits_differ(subject).items() if subject.run.verify_at_start else ():
+        yield (
+            f"verify_at_start compares two splits of one step, but {name} makes them differ: {why}; or set"
+            " verify_at_start to false."
+        )
+
+
+def verifies_start(config: Config, *, on_gpu: bool) -> bool:
+    """Whether a run compares two splits of its first step."""
+    asked = config.run.verify_at_start
+    return asked if asked is not None else on_gpu and not _splits_differ(config)
+
+
+def _splits_differ(subject: Config) -> dict[str, str]:
+    """Keys that give two splits of the same samples different gradients, and the reason of each."""
     model, run = subject.model, subject.run
-    if not run.verify_at_start:
-        return
     depends = {
         f"fp8_format {subject.quantization.fp8_format}": (
             subject.quantization.fp8_format is not None,
@@ -103,12 +116,7 @@ def start_can_be_verified(subject: Subject) -> Iterator[str]:
             "it counts what a rank has seen so far: set it to aux_loss",
         ),
     }
-    for name, (does, why) in depends.items():
-        if does:
-            yield (
-                f"verify_at_start compares two splits of one step, but {name} makes them differ: {why}; or set"
-                " verify_at_start to false."
-            )
+    return {name: why for name, (does, why) in depends.items() if does}
 
 
 def watchdog_is_first(subject: Subject) -> Iterator[str]:

@@ -283,9 +283,10 @@ class RunConfig:
     """The schedule of the checkpoint holds if this configuration's differs."""
     no_load: bool = False
     """Start afresh even if a checkpoint is there."""
-    verify_at_start: bool = False
+    verify_at_start: bool | None = None
     """Before the first step, and again after a restart on another layout, compare the step's gradient with that of
-    another split of the same samples; a run whose gradients differ ends before its first step."""
+    another split of the same samples, which takes as long as two steps; a run whose gradients differ ends before its
+    first step. Default: on GPUs, where no test of megaaccum has run, if another split has to have the same gradient."""
     seed: Annotated[int, Facts(at_least=0)] = 1234
     """Seed of weights, dropout and sample order."""
     rng: Literal["sample", "megatron"] = "sample"

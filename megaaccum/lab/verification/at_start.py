@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.config.resolve import flush_problems
-from megaaccum.config.rules.step import is_random
+from megaaccum.config.rules.step import is_random, verifies_start
 from megaaccum.distributed.agreement import gathered, printed_once, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
@@ -49,7 +49,8 @@ _BLOCK = 1 << 19
 
 def is_due(engine: Engine) -> bool:
     """Whether this start has to be verified: the run asks for it and has not been verified in this layout."""
-    return engine.plan.config.run.verify_at_start and engine.verified != layout_of(engine.plan)
+    asks = verifies_start(engine.plan.config, on_gpu=cpu.has_accelerator())
+    return asks and engine.verified != layout_of(engine.plan)
 
 
 def layout_of(plan: Plan) -> str:

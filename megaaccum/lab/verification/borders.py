@@ -96,7 +96,7 @@ class _Watch:
         place = self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
 
         def crossing(way: str, is_gradient: bool, values: torch.Tensor) -> Crossing:
-            return Crossing(stage, way, is_gradient, after, place, values.detach().double().clone(), *self._part)
+            return Crossing(stage, way, is_gradient, after, place, values.detach().double().cpu().clone(), *self._part)
 
         self.found.append(crossing(way, False, tensor))
         if tensor.requires_grad:
@@ -142,7 +142,7 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                found[name] = [tensor.detach().double().clone()]
+                found[name] = [tensor.detach().double().cpu().clone()]
                 tensor.register_hook(lambda grad: found[name].append(grad.detach().double() / divided_by))
 
         return hook

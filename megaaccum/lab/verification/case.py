@@ -22,6 +22,7 @@ _OF_PRECISION = frozenset(
         *("bf16", "fp16", "params_dtype", "grad_accum_dtype", "grad_reduce_dtype", "optimizer_dtype"),
         *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         "cross_entropy_loss_fusion",  # requires BF16
+        "transformer_impl",  # Transformer Engine computes neither FP64 nor exact FP32
     }
 )
 _OF_THE_MODEL = frozenset({"seq_length", "micro_batch_size", "loss_norm", "seed", "train_iters", "vocab_size", "rng"})
@@ -57,7 +58,8 @@ class Case:
     keys: the configuration's, flat. megatron: fields of Megatron's model configuration. user_model: replaces the
     configured GPT. samples: from the configuration's data; default: random tokens. masks: sequences have different
     numbers of unmasked tokens (padded: without a pipeline, and the model is given the padding mask), or all tokens
-    count. overflow: the (step, micro-batch), from 0, whose gradient is not finite."""
+    count. overflow: the (step, micro-batch), from 0, whose gradient is not finite. device: of the ranks and of the
+    reference; `gpu` is what they find, so that a dry run without one takes the same path."""
 
     keys: Keys
     world_size: int
@@ -66,6 +68,7 @@ class Case:
     samples: Samples | None = None
     masks: Literal["unequal", "padded", "full"] = "unequal"
     overflow: tuple[int, int] | None = None
+    device: Literal["cpu", "gpu"] = "cpu"
 
     def plan(self) -> Plan:
         """The plan of this layout. Raises ConfigError if it is not legal."""

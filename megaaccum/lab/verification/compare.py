@@ -28,6 +28,11 @@ MODEL_UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**
 """Unit roundoff of the model's own weights and activations."""
 
 
+ALONE = {"fp64": 0.0, "fp32": 2.0**-10, "bf16": 2.0**-9 * 32, "fp16": 2.0**-11 * 32}
+"""Largest relative distance of one process in a precision from float64, over the whole first gradient: 32 roundings of
+an activation, or one of a TF32 product."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One comparison.
@@ -99,6 +104,16 @@ def compare(lane: Lane, ranks: list[Observed], exact: Reference, near: Reference
     if exact.steps:
         compared.largest = _largest(ranks, _from(near.before, exact.before, exact.steps[-1].tensors["param"]))
     return compared
+
+
+def alone(lane: Lane, exact: Reference, near: Reference) -> Iterator[Row]:
+    """How far one process in the precision of the lane is from float64. Other layers and kernels compute it on a GPU,
+    and bounds that follow from its distance would let through what they have wrong."""
+    trues, likes = (each.steps[0].tensors.get(GRADIENT, {}) for each in (exact, near))
+    if trues and likes:
+        off = math.sqrt(sum(float((likes[name] - true).square().sum()) for name, true in trues.items()))
+        size = math.sqrt(sum(float(true.square().sum()) for true in trues.values()))
+        yield Row(kind="one process", step=1, error=off / max(size, 1e-300), bound=ALONE[lane])
 
 
 def _from(

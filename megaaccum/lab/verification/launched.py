@@ -40,8 +40,8 @@ def together(case: Case, verify: Callable[[Observe], Verdict]) -> Verdict:
             f"the launcher started {num_ranks()} ranks, but the layout that is verified has {case.world_size}: start"
             f" {case.world_size}, or add --whole to keep the configuration as it is"
         )
-    # On the CPU, as the ranks that are started here: weights drawn on a GPU differ.
-    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    if case.device == "cpu":  # as the ranks that are started here: weights drawn on a GPU differ
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     preload.libraries()  # installs the CPU lane's stand-ins, which precede the import of Megatron
     from megaaccum.distributed.start import end_process_group, start_process_group
 

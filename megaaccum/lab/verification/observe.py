@@ -75,7 +75,7 @@ class Run:
             result.loss, result.weight, result.grad_norm, result.lr, result.loss_scale, result.skipped,
             tensors=self._state() | {GRADIENT: self._gradient, MODEL: self.model()},
         )  # fmt: skip
-        step.buffers = {name: each.double().clone() for name, each in names.named_buffers(self.chunks)}
+        step.buffers = {name: each.double().cpu().clone() for name, each in names.named_buffers(self.chunks)}
         return step
 
     def _microbatches(self, number: int) -> list[Any]:
@@ -116,7 +116,7 @@ def piece_of(chunk: Any, groups: Groups, name: str, param: Any, values: torch.Te
     cut, group = names.is_sharded_over_tp(param), names.tp_group(param, groups)
     gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False)) and "linear_fc1" in name
     return Piece(
-        name, values.detach().double().reshape(-1).clone(), start,
+        name, values.detach().double().cpu().reshape(-1).clone(), start,
         tp_rank=group.rank() if cut else 0, tp_size=group.size() if cut else 1,
         axis=param.partition_dim if cut else -1, gated=cut and gated,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from megaaccum.lab.verification.verdict import Verdict
 
 _NAMES = {"fp64": "float64", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16"}
 _KINDS = {
+    "one process": "one process",
     "loss": "loss", "norm": "gradient norm", "gradient": "gradients", "exp_avg": "first moments",
     "exp_avg_sq": "second moments", "momentum_buffer": "momenta", "param": "change of weights",
     "router": "router biases",

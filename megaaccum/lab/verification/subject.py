@@ -97,6 +97,7 @@ def whole_batch(batches: list[Any]) -> Any | None:
 
 def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: bool) -> tuple[torch.Tensor, float]:
     """(sum of the losses of unmasked tokens, their number) of a GPT; means: (the mean over these tokens, 1)."""
+    batch = {name: each.to(next(model.parameters()).device) for name, each in batch.items()}
     mask = batch["loss_mask"]
     losses = torch.cat([_losses(model, part) for part in _documents(model, batch)], dim=1).view(mask.shape)
     losses = losses if losses.dtype is torch.float64 else losses.float()

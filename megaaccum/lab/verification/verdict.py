@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import on_ranks
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.compare import Comparison, compare
+from megaaccum.lab.verification.compare import Comparison, alone, compare
 from megaaccum.lab.verification.records import Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed, run_ranks
 
@@ -141,7 +141,10 @@ class Verifier:
                     verdict.failure = _short(error)
                 return
             summands = plan.batch.num_microbatches * plan.layout.dp
-            verdict.comparisons.append(compare(lane, ranks, references["fp64"], references[lane], summands=summands))
+            exact, near = references["fp64"], references[lane]
+            verdict.comparisons.append(compare(lane, ranks, exact, near, summands=summands))
+            if case.device == "gpu":
+                verdict.comparisons[-1].rows += alone(lane, exact, near)
 
     def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
         """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError if launched ranks refuse it."""
@@ -159,7 +162,8 @@ class Verifier:
 
     def _run_references(self, case: Case, lanes: list[Lane], keep_parts: bool) -> list[Reference]:
         try:
-            (found,) = run_ranks(on_ranks.references, 1, case, lanes, self.steps, keep_parts, timeout=on_ranks.SECONDS)
+            start = on_ranks.start_of(case)
+            (found,) = run_ranks(on_ranks.references, 1, case, lanes, self.steps, keep_parts, **start)
             return list(found)
         except RanksFailed as error:
             killed = any(outcome.status == -9 and not outcome.ended_by_harness for outcome in error.outcomes)
@@ -168,14 +172,15 @@ class Verifier:
 
 
 def lanes_of(case: Case) -> list[Lane]:
-    """Float64 for the mathematics, FP32 through the configured backend, and the configured precision."""
+    """Float64 for the mathematics, FP32 through the configured backend, and the configured precision; on a GPU BF16
+    too, in which Transformer Engine's layers compute."""
     lanes: list[Lane] = ["fp64"] if case.in_lane("fp64").is_legal() else []
     if case.keys.get("backend") != "ddp" or case.lane == "fp32":
         lanes.append("fp32")
     configured = case.lane
-    if configured not in lanes and not (configured in ("bf16", "fp16") and case.keys.get("num_experts")):
-        lanes.append(configured)
-    return lanes
+    wanted: list[Lane] = [configured, "bf16"] if case.device == "gpu" and configured != "fp16" else [configured]
+    routes = bool(case.keys.get("num_experts"))  # to other experts, for a rounding of 16 bits
+    return lanes + [each for each in dict.fromkeys(wanted) if each not in lanes and not (routes and each[2:] == "16")]
 
 
 def _key(case: Case, lane: Lane, steps: int, keep_parts: bool) -> str:

@@ -1,10 +1,11 @@
-"""The summary printed at the start of a run: four lines, and on GPUs a fifth."""
+"""The summary printed at the start of a run: four lines, one for a verification of the start, and on GPUs another."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megaaccum.platform import gpu
+from megaaccum.config.rules.step import verifies_start
+from megaaccum.platform import cpu, gpu
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
@@ -30,6 +31,11 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     }
     if on_gpu := gpu.describe():
         rows["gpu"] = on_gpu
+    if verifies_start(config, on_gpu=cpu.has_accelerator()):
+        rows["first"] = (
+            "once in a layout: the gradient of the first step in two splits of its samples, which takes as long as"
+            " two steps (verify_at_start false leaves it out)"
+        )
     return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
 
 

@@ -80,6 +80,7 @@ def run_ranks(
     timeout: float = 60.0,
     init: bool = True,
     env: dict[str, str] | None = None,
+    hide_gpus: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, **kwargs)` on `world_size` ranks and returns their results, in rank order.
@@ -87,11 +88,13 @@ def run_ranks(
     `fn` is a function of a module's top level; arguments and results are pickled (torch CPU tensors may be among
     them). The ranks are fresh forks with torch, DeepSpeed and Megatron imported, one torch thread each, RANK and the
     like set, the CPU lane on, and with `init` a gloo process group over all of them. `env` is added to their
-    environment after the imports. `timeout` is in seconds, the imports not counted.
+    environment after the imports. `timeout` is in seconds, the imports not counted. Without `hide_gpus` the ranks find
+    the machine's GPUs, and start their process group themselves; all that a process starts are of one kind.
 
     Raises RanksFailed with the traceback, output and, after a time-out, the stack of the ranks. No rank outlives it.
     """
-    outcomes = try_ranks(fn, world_size, *args, timeout=timeout, init=init, env=env, **kwargs)
+    keys: dict[str, Any] = dict(timeout=timeout, init=init and hide_gpus, env=env, hide_gpus=hide_gpus)
+    outcomes = try_ranks(fn, world_size, *args, **keys, **kwargs)
     if any(outcome.failed for outcome in outcomes):
         raise RanksFailed(_failure_text(fn, outcomes, timeout), outcomes)
     return [pickle.loads(outcome.result or b"") for outcome in outcomes]
@@ -104,12 +107,13 @@ def try_ranks(
     timeout: float = 60.0,
     init: bool = True,
     env: dict[str, str] | None = None,
+    hide_gpus: bool = True,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run `fn` like run_ranks, and return how each rank ended: for tests in which ranks are meant to fail."""
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not at the top level of a module, so ranks cannot import it")
-    call, context = pickle.dumps((fn, args, kwargs)), _context()
+    call, context = pickle.dumps((fn, args, kwargs)), _context(hide_gpus)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, processes.listen() as sock:
         port = sock.getsockname()[1]
         store = processes.serve_store(sock)
@@ -117,7 +121,7 @@ def try_ranks(
             Rank(number, world_size, port, Path(folder), timeout if init else None) for number in range(world_size)
         ]
         try:
-            with _environment():
+            with _environment(hide_gpus):
                 for rank in ranks:
                     rank.start(context, call, env or {})
             _wait(ranks, timeout)
@@ -228,13 +232,14 @@ def _have_stacks_written(ranks: list[Rank]) -> None:
 
 
 @cache
-def _context() -> ForkServerContext:
+def _context(hide_gpus: bool) -> ForkServerContext:
     """The start method whose server has imported the libraries. The server ends with this process."""
+    assert not _context.cache_info().currsize, "a process has one server, whose ranks all see the GPUs or none"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     # The server passes over a preload that cannot be imported; this rank, its first, would raise.
     first = context.Process(target=importlib.import_module, args=(PRELOADED,))
-    with _environment():
+    with _environment(hide_gpus):
         first.start()
     importlib.import_module("torch.distributed")  # the store's, while the server imports the same
     first.join(STARTUP_SECONDS)
@@ -245,13 +250,14 @@ def _context() -> ForkServerContext:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _environment(hide_gpus: bool) -> Iterator[None]:
     """This process has the environment that the server takes over when it is started."""
     root = str(Path(__file__).resolve().parents[4])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     before = dict(os.environ)
-    # CUDA_VISIBLE_DEVICES: these ranks are the CPU lane on a machine with GPUs too.
-    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=path)
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
+    if hide_gpus:  # these ranks are the CPU lane on a machine with GPUs too
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megaaccum.lab.verification.compare import compare
+from megaaccum.lab.verification.compare import alone, compare
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Reference, ReferenceStep, Step
 
 NAMES = ("a.weight", "b.weight")
@@ -42,6 +42,17 @@ def ranks(of: Reference, dp: int = 2) -> list[Observed]:
 
 def failed(seen: list[Observed], of: Reference) -> set[tuple[str, str]]:
     return {(row.kind, row.name) for row in compare("fp64", seen, of, of, summands=8).failed}
+
+
+def test_one_process_on_a_gpu_may_be_as_far_from_float64_as_rounding():
+    exact, near = reference(), reference()
+    generator = torch.Generator().manual_seed(9)
+    for factor, passes in ((0.0, True), (1e-2, True), (0.2, False)):
+        for name, true in exact.steps[0].tensors[GRADIENT].items():
+            noise = torch.randn(true.shape, dtype=true.dtype, generator=generator)
+            near.steps[0].tensors[GRADIENT][name] = true + factor * noise
+        (row,) = alone("bf16", exact, near)
+        assert row.ok == passes, row
 
 
 def test_equal_numbers_pass():

@@ -26,3 +26,11 @@ def test_on_gpus_a_line_of_nccl_and_its_variables(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpu, "describe", lambda: "NCCL 2.30.1, CUDA_DEVICE_MAX_CONNECTIONS=32")
     last = header(plan(), sync="deepspeed zero-3 resident", vocab_size=1000, start_step=0).splitlines()[-1]
     assert last == "gpu   NCCL 2.30.1, CUDA_DEVICE_MAX_CONNECTIONS=32"
+
+
+def test_a_verification_of_the_start_and_its_cost() -> None:
+    lines = header(plan(verify_at_start=True), sync="deepspeed zero-3 resident", vocab_size=1000, start_step=0)
+    assert lines.splitlines()[-1] == (
+        "first once in a layout: the gradient of the first step in two splits of its samples, which takes as long as"
+        " two steps (verify_at_start false leaves it out)"
+    )
