@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -99,9 +101,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet.install()  # whatever the command imports
     slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
-        return importlib.import_module(command.module).main(arguments) or 0
+        code = importlib.import_module(command.module).main(arguments) or 0
+        sys.stdout.flush()
+        return code
     except (MegaaccumError, KeyboardInterrupt) as error:
         return complain(error, exit_code_of(error))
+    except BrokenPipeError:
+        return _unread()
+
+
+def _unread() -> int:
+    """The exit code if the reader of stdout has gone, as `| head` does; any other broken pipe is raised again."""
+    stdout, poll = 1, select.poll()
+    poll.register(stdout, 0)  # an error is reported whatever is asked for
+    if not poll.poll(0):
+        raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for the interpreter's own flush at its end
+    return 128 + signal.SIGPIPE
 
 
 GRACE_SECONDS = 10.0

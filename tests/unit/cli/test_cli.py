@@ -1,6 +1,7 @@
 """The command line: which command runs, how errors look, which exit code."""
 
 import importlib.util
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -130,3 +131,19 @@ def test_a_machine_does_not_start_another_number_of_ranks_than_the_file_is_for(c
     config = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")
     assert cli.main(["train", config, "--world_size", "64"]) == 2
     assert "made for 64 ranks (world_size), and 4 would start on this machine" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_is_no_error():
+    """`megaaccum ... | head` ends with the shell's code for it and prints no traceback."""
+    words = "schedule --pp 4 -m 8 --schedule 1f1b --no-timeline"
+    command = [sys.executable, "-m", "megaaccum", *words.split()]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.stdout.close()
+    assert started.stderr.read() == ""
+    assert started.wait(timeout=60) == 141
+
+
+def test_another_broken_pipe_is_an_error(command, capsys):
+    command(raiser(BrokenPipeError("a rank's socket")))
+    with pytest.raises(BrokenPipeError, match="socket"):
+        cli.main(["check", "a.yaml"])
