@@ -89,6 +89,7 @@ def calibrate(
                 LayerCost(name=f"chunk {stage} of {count}", state=layer_costs.elements(chunk) * each, **medians)
             )
             shapes.append(Shapes((param.shape, param.dtype) for param in chunk.parameters()))
+            del chunk  # before the next one is built
     profile = profile_of(costs, shapes)
     if path is not None and torch.distributed.get_rank() == 0:
         device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
@@ -115,10 +116,9 @@ def _timed(
     *, is_last: bool,
 ) -> tuple[list[Piece], torch.Tensor | None]:  # fmt: skip
     """The timed passes of a chunk, and what it sends on."""
-    install(chunk)
-    made = []
+    splitting, made = install(chunk), []
     for _ in range(repeats + 1):
-        timer, given = PieceTimer(), None if received is None else received.clone().requires_grad_()
+        timer, given = PieceTimer(splitting), None if received is None else received.clone().requires_grad_()
         timer.begin("", given, chunk)
         if hasattr(chunk, "set_input_tensor"):
             chunk.set_input_tensor([given])

@@ -1,8 +1,7 @@
 """Measured costs of a model's layers: seconds of each pass of one micro-batch, and the bytes that it holds.
 
 One layer of each kind is built with embedding and head, as a run builds it, and runs in pieces: the graph is cut before
-and after every layer, so that forward, input gradient and weight gradients of each can be timed for themselves. Beside
-`megaaccum calibrate` the only part of the planner that needs torch.
+and after every layer, so that forward, input gradient and weight gradients of each can be timed for themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +63,6 @@ def measure(plan: Plan, *, vocab_size: int, repeats: int, data_parallel_size: in
     small = of_one_layer_each(plan.config)
     built = groups.build(small.layout, timeout_minutes=small.config.parallel.distributed_timeout_minutes)
     (chunk,) = gpt.build_chunks(small, built, vocab_size=vocab_size)
-    install(chunk)
     forward_step = GptForwardStep(built, "token")
     with Pieces(chunk, small) as pieces:
         runs = []
@@ -158,10 +156,11 @@ class Piece:
 
 
 class PieceTimer:
-    """Times the pieces of a forward, one after another, and then their backwards. made: the pieces of this forward."""
+    """Times the pieces of a forward, one after another, and then their backwards. made: the pieces of this forward.
+    splitting: layers that split their own backward (`install`)."""
 
-    def __init__(self) -> None:
-        self._device = cpu.device()
+    def __init__(self, splitting: Sequence[torch.nn.Module]) -> None:
+        self._device, self._splitting = cpu.device(), splitting
         self.made: list[Piece] = []
 
     def begin(self, kind: str, start: torch.Tensor | None, module: torch.nn.Module) -> None:
@@ -188,7 +187,7 @@ class PieceTimer:
         """Time both halves of the backward of `piece`. grad: its output's gradient; None of a loss."""
         owed, began = WeightGrads(), self._now()
         assert piece.output is not None
-        with put_aside(owed):
+        with put_aside(owed, self._splitting):
             torch.autograd.backward(piece.output, grad)
         between = self._now()
         piece.cost |= {"input_grad": between - began, "deferred": float(owed.nbytes())}
@@ -209,7 +208,8 @@ class Pieces:
     def __init__(self, chunk: Any, plan: Plan):
         self._chunk, self._stack = chunk, ExitStack()
         self._is_moe = expert_layers(plan.config.model)
-        self._timer = PieceTimer()
+        self._splitting = install(chunk)
+        self._timer = PieceTimer(self._splitting)
 
     def __enter__(self) -> Pieces:
         for kind, module in self._layers():
@@ -240,7 +240,7 @@ class Pieces:
 
     def run(self, microbatch: dict[str, torch.Tensor], forward_step: ForwardStepFunc) -> list[Piece]:
         """The pieces of one micro-batch, which has gone forward and backward, with their costs."""
-        self._timer = timer = PieceTimer()
+        self._timer = timer = PieceTimer(self._splitting)
         timer.begin(EMBEDDING, None, self._chunk)
         output, loss_func = forward_step(iter([microbatch]), self._chunk)
         loss, *_ = loss_func(output)
