@@ -1,6 +1,7 @@
 """Sensitivity of a verification: each mistake of the bank made on purpose, and healthy layouts that must not alarm.
 
-    python -m benchmarks verify [--mistakes NAME ...] [--healthy N] [--first I] [--seed S] [--json F] [--page F]
+    python -m benchmarks verify [--mistakes NAME ...] [--peers] [--healthy N] [--first I] [--seed S] [--json F]
+        [--page F]
 
 Healthy layouts are those that the fuzz draws (`python -m benchmarks fuzz`), without the faults in their steps. F of
 --json keeps the outcomes of other mistakes and of healthy layouts, so that slices add up.
@@ -26,6 +27,15 @@ preload.libraries()  # a mistake of the bank names what it replaces
 from tests.bank import outcomes  # noqa: E402
 from tests.bank.entries import BANK  # noqa: E402
 
+PEERS = {
+    "Megatron-FSDP v2": "experts over the wrong group",
+    "Megatron DDP": "experts doubled where nothing is reduced",
+    "transformers": "scores of others experts without gradient",
+    "NeMo Automodel": "norm of each expert group",
+    "DeepSpeed AutoEP": "norms of other experts averaged",
+}
+"""Wrong gradients and norms of experts that were reported in other programs, by program."""
+
 PAGE = """\
 # The bank of mistakes
 
@@ -49,6 +59,7 @@ gradient to the right one.
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks verify", description=__doc__)
     parser.add_argument("--mistakes", nargs="*", default=None, help="by name; default: all, with none given no mistake")
+    parser.add_argument("--peers", action="store_true", help="the mistakes of other programs on experts")
     parser.add_argument("--healthy", type=int, default=0, help="healthy layouts to draw")
     parser.add_argument("--first", type=int, default=0, help="index of the first healthy layout")
     parser.add_argument("--seed", type=int, default=0, help="layouts of another seed are others")
@@ -56,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, help="write the table of what --json holds here")
     args = parser.parse_args(argv)
     found: list[outcomes.Outcome] = []
-    names = list(BANK) if args.mistakes is None else args.mistakes
+    chosen = list(PEERS.values()) if args.peers else args.mistakes
+    names = list(BANK) if chosen is None else chosen
     for unknown in set(names) - set(BANK):
         parser.error(f"there is no mistake {unknown!r}{did_you_mean(unknown, BANK)}")
     figures = as_written(json.loads(args.json.read_text())) if args.json and args.json.exists() else {"mistakes": []}

@@ -47,7 +47,8 @@ class ExpertTurns:
         """By chunk, the last module first: the place of the module's first parameter, and its experts'."""
         self._place: dict[int, tuple[int, int]] = {}
         """Chunk, and place in it, of each parameter of a layer that is no expert's."""
-        self._experts: dict[int, str] = {}
+        self._experts: set[int] = set()
+        self._names: dict[int, str] = {}
         for number, chunk in enumerate(chunks):
             self._add_chunk(number, chunk)
         self._done: set[int] = set()
@@ -58,13 +59,14 @@ class ExpertTurns:
         starts: dict[str, int] = {}
         turns: dict[str, tuple[int, list[torch.nn.Parameter]]] = {}
         for place, (name, param) in enumerate(chunk.named_parameters()):
+            self._names[id(param)] = name
             if (module := _module_in_layer(name)) is None:
                 continue
             starts.setdefault(module, place)
             if names.is_expert(param) or ".experts." in name:
                 if param.requires_grad:
                     turns.setdefault(module, (starts[module], []))[1].append(param)
-                    self._experts[id(param)] = name
+                    self._experts.add(id(param))
             else:
                 self._place[id(param)] = number, place
         self._turns.append(list(reversed(turns.values())))
@@ -83,15 +85,13 @@ class ExpertTurns:
 
     def came(self, param: torch.nn.Parameter) -> None:
         """Take note of a parameter's final gradient. Raises FlushError if it was complete without it."""
-        if id(param) in self._experts:
-            if id(param) in self._done:
-                raise FlushError(
-                    f"the gradient of {self._experts[id(param)]} came after those of the modules before it in its"
-                    " layer, and was reduced by then: let the layer list its modules in the order in which its forward"
-                    " runs them"
-                )
-            return
-        if id(param) in self._place or not self._in_pieces:
+        if id(param) in self._done:
+            raise FlushError(
+                f"a gradient of {self._names.get(id(param), 'a parameter')} came after its reduction had begun: let a"
+                " layer list its modules in the order in which its forward runs them, and let all uses of a parameter"
+                " be in one backward"
+            )
+        if id(param) not in self._experts and (id(param) in self._place or not self._in_pieces):
             self.finish_before(param)
             self.finish(param)
 

@@ -92,11 +92,11 @@ def test_each_reduction_begins_anew():
         assert len(found) == 3
 
 
-def test_a_gradient_that_comes_after_its_turn_is_no_silent_loss():
-    with pytest.raises(
-        FlushError, match=r"layers\.1\.mlp\.experts\.1\.weight came after those of the modules before it"
-    ):
-        completed(chunk(), ["layers.1.attention", "layers.1.mlp.experts.1"])
+@pytest.mark.parametrize("late", ["layers.1.mlp.experts.1", "layers.1.attention", "head"])
+def test_a_gradient_that_comes_after_its_reduction_is_no_silent_loss(late):
+    """Experts after a module before them; a second gradient of a parameter."""
+    with pytest.raises(FlushError, match=rf"a gradient of {late}\.weight came after its reduction had begun"):
+        completed(chunk(), ["head", "layers.1.attention", late])
 
 
 def test_parameters_before_the_experts_of_their_layer():
