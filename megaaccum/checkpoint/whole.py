@@ -31,8 +31,8 @@ class InParts(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        """The elements of `piece`, flat, in host memory."""
+    def read(self, piece: Piece, target: torch.Tensor) -> None:
+        """Copy the elements of `piece` into `target`, which is flat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +189,16 @@ def _put(
         for piece, target in parts:
             if tuple(tensor.shape) != piece.shape:
                 raise CheckpointError(f"{name} is {_by(tuple(tensor.shape))}, but {_by(piece.shape)} in the model")
-            target.detach().copy_(_part_of(tensor, piece) if isinstance(tensor, torch.Tensor) else tensor.read(piece))
+            if isinstance(tensor, torch.Tensor):
+                copy_runs(target.detach(), tensor.detach().reshape(-1), piece, into_whole=False)
+            else:
+                tensor.read(piece, target.detach())
         if parts:
             known = known - {name}
     if waiting:
         missing = sorted(waiting)
         more = f", and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else ""
         raise CheckpointError(f"the weights lack {', '.join(missing[:_SHOWN])}{more}")
-
-
-def _part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    flat = torch.empty(piece.stop - piece.start, dtype=tensor.dtype)
-    copy_runs(flat, tensor.detach().to("cpu").reshape(-1), piece, into_whole=False)
-    return flat
 
 
 def _by(shape: tuple[int, ...]) -> str:

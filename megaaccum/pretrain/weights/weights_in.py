@@ -63,8 +63,9 @@ class Mapped:
             if dtype is not None and torch.finfo(kind).eps > torch.finfo(dtype).eps:
                 raise CheckpointError(f"{rows.name} in {file} is {_short(kind)}, but config.json says {_short(dtype)}")
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        """The elements of `piece`, flat. Whole rows that hold them are read, of a column's part only these columns."""
+    def read(self, piece: Piece, target: torch.Tensor) -> None:
+        """Copy the elements of `piece` into `target`, which is flat. Whole rows that hold them are
+        read, of a column's part only these columns."""
         width = torch.Size(self.shape[1:]).numel()
         run = piece.cut.numel // piece.cut.rows // piece.cut.runs
         by_columns = run % width != 0
@@ -73,12 +74,16 @@ class Mapped:
         tall = 1 if by_columns else run // width
         first, last = piece.start // across, -(-piece.stop // across)
         borders = [first, *range((first // tall + 1) * tall, last, tall), last]
-        parts: list[torch.Tensor] = []
+        at = first * across - piece.start  # in the target: its first row may begin before it
         for start, stop in pairwise(borders):
             begin = start if by_columns else piece.cut.index(start * width) // width
-            parts += self._rectangle(begin, begin + stop - start, columns)
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        return flat[piece.start - first * across : piece.stop - first * across]
+            for part in self._rectangle(begin, begin + stop - start, columns):
+                low, high = max(at, 0), min(at + part.numel(), len(target))
+                if high - low == part.numel():
+                    target[low:high].view(part.shape).copy_(part)
+                else:
+                    target[low:high].copy_(part.reshape(-1)[low - at : high - at])
+                at += part.numel()
 
     def _rectangle(self, start: int, stop: int, columns: slice) -> Iterator[torch.Tensor]:
         """These columns of rows `start` to `stop` of ours."""
