@@ -4,23 +4,30 @@
 
 Memory is counted in anonymous pages of a process (RssAnon), sampled while it works, above what it held before: an
 import fills tensors that exist, so everything above is under way. A piece is the largest tensor's part on a rank for an
-import, and that tensor for an export. Time is compared with a plain read, or write, of the same files.
+import, and that tensor for an export.
+
+Time is compared with a plain read by the same ranks, each of its share of the bytes, and with a plain write by one
+process, in turns: medians of as many rounds. Reads begin with nothing of the files in memory, as a run's do; what they
+take when the files are in memory is reported beside it. Writes end when the files are on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megaaccum.lab.verification.testing import run_ranks
 
-RANKS, VOCABULARY, WIDTH = 4, 32000, 1024
+RANKS, VOCABULARY, WIDTH, ROUNDS = 4, 32000, 1024, 3
 PER_LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * 4 * WIDTH
 
 
@@ -63,8 +70,8 @@ def anonymous() -> int:
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def measured(work: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of `work`, and the most bytes above what the process held before."""
+def most_bytes(work: Callable[[], Any]) -> int:
+    """The most bytes of `work` above what the process held before. Sampling takes time of its own."""
     before, most, done = anonymous(), 0, threading.Event()
 
     def sample() -> None:
@@ -74,24 +81,58 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 
     thread = threading.Thread(target=sample)
     thread.start()
-    start = time.perf_counter()
     work()
-    seconds = time.perf_counter() - start
     done.set()
     thread.join()
-    return {"seconds": seconds, "bytes": max(most, anonymous()) - before}
+    return max(most, anonymous()) - before
 
 
-def read_plainly(folder: Path) -> None:
+def read_plainly(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Read part number `part` of `parts` equal ones of each file."""
     buffer = bytearray(1 << 24)
     for path in sorted(folder.glob("*.safetensors")):
+        share = -(-path.stat().st_size // parts)
         with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+            file.seek(part * share)
+            left = share
+            while left > 0 and (count := file.readinto(memoryview(buffer)[:left])):
+                left -= count
+
+
+def evict(folder: Path) -> None:
+    """Leave nothing of the files in memory."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of `work`."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def together(work: Callable[[], Any], folder: Path, *, cold: bool) -> float:
+    """Seconds of all ranks, which begin at once and end with the last; cold: with nothing of the files in memory."""
+    from torch import distributed
+
+    if cold and distributed.get_rank() == 0:
+        evict(folder)
+    distributed.barrier()
+
+    def until_all_have() -> None:
+        work()
+        distributed.barrier()
+
+    return timed(until_all_have)
 
 
 def imported(folder: str, run: str) -> dict[str, Any]:
     """An import on this rank, and its checkpoint for the export."""
+    import torch
+
     from megaaccum.checkpoint.pieces import held_pieces
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
@@ -103,19 +144,34 @@ def imported(folder: str, run: str) -> dict[str, Any]:
     built = groups.build(plan.layout, timeout_minutes=5)
     engine = initialize(plan, gpt.build_chunks(plan, built, vocab_size=VOCABULARY), groups=built)
     pieces = [tensor.nbytes for _, tensor, _ in held_pieces(engine.backend, built)]  # and makes the moments
-    found = measured(lambda: weights_in.load(engine, Path(folder), vocab_size=VOCABULARY))
+    rank, ways = torch.distributed.get_rank(), {
+        "import": lambda: weights_in.load(engine, Path(folder), vocab_size=VOCABULARY),
+        "read": lambda: read_plainly(Path(folder), rank, RANKS),
+    }  # fmt: skip
+    found = most_bytes(ways["import"])
+    rounds = [{(way, cold): together(ways[way], Path(folder), cold=cold) for way, cold in TURNS} for _ in range(ROUNDS)]
     engine.save(run)
-    return found | {"piece": max(pieces)}
+    seconds = {turn: median(each[turn] for each in rounds) for turn in TURNS}
+    return {
+        "seconds": seconds["import", True], "plain": seconds["read", True],
+        "times_plain_in_memory": round(seconds["import", False] / seconds["read", False], 2),
+        "bytes": found, "piece": max(pieces),
+    }  # fmt: skip
 
 
-def exported(folder: str, run: str, target: str) -> dict[str, Any]:
-    """An export by this process."""
+TURNS = [("read", True), ("import", True), ("read", False), ("import", False)]
+"""What is measured in each round, and whether nothing of the files is in memory."""
+
+
+def exported(folder: str, run: str, home: str) -> dict[str, Any]:
+    """Exports by this process, and plain writes of the same files, in turns."""
     import torch
 
     from megaaccum.checkpoint.folders import latest
     from megaaccum.pretrain.weights.weights_out import Export
     from tests.support import huggingface as hf
 
+    torch.set_num_threads(1)
     checkpoint = latest(run)
     assert checkpoint is not None
     config = hf.plan_of(Path(folder), 1).config
@@ -123,13 +179,20 @@ def exported(folder: str, run: str, target: str) -> dict[str, Any]:
         checkpoint=checkpoint, config=config, vocab_size=VOCABULARY, family="llama", dtype=torch.float32,
         max_shard_bytes=10**9,
     )  # fmt: skip
-    return measured(lambda: export.write(Path(target))) | {"piece": VOCABULARY * WIDTH * 4}
+    rounds, plain = [], []
+    for number in range(ROUNDS):
+        target = Path(home) / f"out{number}"
+        rounds.append(timed(lambda target=target: export.write(target)))
+        shutil.rmtree(target)
+        plain.append(written_plainly(Path(folder), Path(home)))
+    most = most_bytes(lambda: export.write(Path(home) / "out"))
+    return {"seconds": median(rounds), "plain": median(plain), "bytes": most, "piece": VOCABULARY * WIDTH * 4}
 
 
-def written_plainly(folder: Path, target: Path) -> float:
+def written_plainly(folder: Path, home: Path) -> float:
     """Seconds to copy the files to new ones on the disk."""
-    import os
-
+    target = home / "plain"
+    target.mkdir()
     start = time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file, (target / path.name).open("wb") as copy:
@@ -137,34 +200,31 @@ def written_plainly(folder: Path, target: Path) -> float:
                 copy.write(content)
             copy.flush()
             os.fsync(copy.fileno())
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    shutil.rmtree(target)
+    return seconds
 
 
 def rows(gigabytes: float, home: Path) -> Iterator[dict[str, Any]]:
     """A row for the import and one for the export."""
-    folder, run, out, plain = home / "model", home / "run", home / "out", home / "plain"
+    folder, run = home / "model", home / "run"
     size = write_model(folder, gigabytes)
-    plain.mkdir()
-    start = time.perf_counter()
-    read_plainly(folder)
-    reading = time.perf_counter() - start
     ranks = run_ranks(imported, RANKS, str(folder), str(run), timeout=900)
-    worst = max(ranks, key=lambda rank: rank["bytes"])
-    yield row("import", size, worst, seconds=max(rank["seconds"] for rank in ranks), plain=reading)
-    writing = written_plainly(folder, plain)
-    (found,) = run_ranks(exported, 1, str(folder), str(run), str(out), timeout=900)
-    yield row("export", size, found, seconds=found["seconds"], plain=writing)
+    yield row("import", size, max(ranks, key=lambda rank: rank["bytes"]))
+    (found,) = run_ranks(exported, 1, str(folder), str(run), str(home), timeout=900)
+    yield row("export", size, found)
 
 
-def row(name: str, size: int, found: dict[str, Any], *, seconds: float, plain: float) -> dict[str, Any]:
-    return {
+def row(name: str, size: int, found: dict[str, Any]) -> dict[str, Any]:
+    made = {
         "name": name,
         "model_bytes": size,
         "pieces_under_way": round(found["bytes"] / found["piece"], 2),
         "bytes_under_way": found["bytes"],
-        "seconds": round(seconds, 2),
-        "times_plain": round(seconds / plain, 2),
+        "seconds": round(found["seconds"], 2),
+        "times_plain": round(found["seconds"] / found["plain"], 2),
     }
+    return made | {key: each for key, each in found.items() if key == "times_plain_in_memory"}
 
 
 def main(argv: list[str]) -> int:

@@ -90,6 +90,7 @@ class WholeCheckpoint:
                 whole = torch.empty(shape, dtype=part.dtype)
             part = part[start - piece.start : stop - piece.start]
             copy_runs(part, whole.view(-1), replace(piece, start=start, stop=stop), into_whole=True)
+            del part  # before the next one is read
         assert whole is not None, name
         return whole
 
