@@ -160,7 +160,7 @@ def imported(folder: str, run: str) -> dict[str, Any]:
 
 
 TURNS = [("read", True), ("import", True), ("read", False), ("import", False)]
-"""What is measured in each round, and whether nothing of the files is in memory."""
+"""The turns of a round: the way, and whether nothing of the files is in memory."""
 
 
 def exported(folder: str, run: str, home: str) -> dict[str, Any]:
