@@ -15,6 +15,7 @@ from megaaccum.model import names
 from megaaccum.sharding import base, ddp, deepspeed, reduction
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
+from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.upstream import pytorch
 from tests.bank.mistake import NORM, added_by_microbatch, forwards, mistake, replaced, wrapped
 
@@ -48,8 +49,14 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
         original(self)
         self._set_syncing(True)
 
+    def anew(original: Any, self: Any, param: Any) -> None:
+        if id(param) in self._done:  # the next backward has begun
+            self.begin()
+        original(self, param)
+
     with (
         wrapped(DeepSpeedBackend, "begin_step", syncing),
+        wrapped(ExpertTurns, "came", anew),
         replaced(DeepSpeedBackend, "no_sync_func", lambda self: nullcontext()),
     ):
         yield
