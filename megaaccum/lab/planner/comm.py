@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 START = 15e-6
-"""Seconds to start a collective: NCCL's kernel 8.4e-6 (its tuning.cc, protocol Simple), the rest for the launch and the
-ranks' meeting."""
+"""Seconds to start a collective: NCCL's kernel 8.4e-6 (baseLatencies of its tuning.cc, protocol Simple), the rest for
+the launch and the ranks' meeting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
