@@ -49,14 +49,14 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
         original(self)
         self._set_syncing(True)
 
-    def anew(original: Any, self: Any, param: Any) -> None:
+    def next_turns(original: Any, self: Any, param: Any) -> None:
         if id(param) in self._done:  # the next backward has begun
             self.begin()
         original(self, param)
 
     with (
         wrapped(DeepSpeedBackend, "begin_step", syncing),
-        wrapped(ExpertTurns, "came", anew),
+        wrapped(ExpertTurns, "came", next_turns),
         replaced(DeepSpeedBackend, "no_sync_func", lambda self: nullcontext()),
     ):
         yield

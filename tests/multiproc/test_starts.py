@@ -11,6 +11,7 @@ from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import receipts
 from tests.multiproc.test_train import losses
 from tests.support.data_samples import counting_pair
+from tests.support.jail import require_bwrap
 from tests.support.whole_runs import LAUNCHER
 
 RUN = (
@@ -144,6 +145,7 @@ def recorded_and_flags(folder) -> tuple[int, dict, dict]:
 
 
 def test_a_recorded_script_trains_what_its_flags_train(tmp_path):
+    require_bwrap()
     (tmp_path / "train.sh").write_text(f"ARGS=({SCRIPT})\ntorchrun --nproc_per_node 1 pretrain_gpt.py ${{ARGS[@]}}\n")
     (tmp_path / "flags.txt").write_text(SCRIPT)
     assert start(f"{tmp_path}/flags.txt --output_dir {tmp_path}/flags") == [""]

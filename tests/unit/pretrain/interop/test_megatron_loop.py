@@ -58,6 +58,7 @@ VALUES = {
     "attention_backend": "--attention-backend flash",
     "cuda_graph_modules": "--cuda-graph-modules attn",
     "cuda_graph_scope_deprecated": "--cuda-graph-scope attn",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1 --num-experts 8",  # dense models leave it alone
     "linear_attention_freq": "--linear-attention-freq 2",
     "moe_layer_freq": "--moe-layer-freq 2",
     "no_rope_freq": "--no-rope-freq 2",
