@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.checkpoint.pieces import Cut, Piece, held_pieces, is_state_space
-from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
+from megaaccum.distributed.agreement import distinct_values, gathered, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def put(
         waiting.setdefault(name, []).append((piece, tensor))
     for name, buffer in buffers.items():
         waiting[name] = [(_whole(name, buffer), buffer.view(-1))]
-    known = set().union(*gathered(set(waiting), groups.host))
+    known = set().union(*distinct_values(sorted(waiting), groups.host))
     raise_on_all_ranks(_put, weights, waiting, known, groups.tp.size())
 
 

@@ -52,7 +52,7 @@ def check_agreement(
     # The sum is a collective, so it comes before what only this rank knows.
     if _all_ranks_have(str(compared)) and problem is None and expected.items() <= told.items():
         return Agreed(stop, {})
-    columns = dict(zip(numbers, _gather(list(numbers.values())), strict=True))
+    columns = dict(zip(numbers, numbers_of_all(list(numbers.values())), strict=True))
     if any(columns["problem"]):
         _raise_each(problem)
     if differing := [name for name in facts if len(set(columns[name])) > 1]:
@@ -78,11 +78,25 @@ def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
-def _gather(numbers: list[int]) -> list[list[int]]:
-    """Every rank's value of each number, in rank order. Collective over the world."""
-    mine = torch.tensor(numbers, dtype=torch.int64).to(cpu.device())
-    everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=cpu.device())
-    dist.all_gather_into_tensor(everyone, mine)
+def distinct_values[T](mine: T, host: dist.ProcessGroup | None) -> list[T]:
+    """The different `mine` of all ranks, lists of the same texts on the ranks of a stage: each is sent once, however
+    many ranks have it. Collective over `host`, all ranks over gloo (`Groups.host`)."""
+    (digests,) = numbers_of_all([_digest(repr(mine))], host)
+    found = []
+    for source in sorted(map(digests.index, set(digests))):
+        box = [mine]
+        dist.broadcast_object_list(box, group=host, group_src=source)
+        found.append(box[0])
+    return found
+
+
+def numbers_of_all(numbers: list[int], host: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Every rank's value of each number, in rank order. Collective over the world. host: all ranks over gloo, for what
+    should not pass through the GPU."""
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    mine = mine if host is not None else mine.to(cpu.device())
+    everyone = mine.new_empty(dist.get_world_size() * len(numbers))
+    dist.all_gather_into_tensor(everyone, mine, group=host)
     return cast("list[list[int]]", everyone.view(-1, len(numbers)).t().tolist())
 
 
@@ -144,6 +158,7 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
         if each:
             said.setdefault(each[1], []).append(rank)
     texts = [text if len(ranks) == len(everyone) else f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
+    texts[MOST_SHOWN:] = [f"and {len(texts) - MOST_SHOWN} more errors"] if len(texts) > MOST_SHOWN else []
     raise printed_once(kind("\n".join(texts))) from problem
 
 
@@ -154,9 +169,14 @@ def printed_once[E: MegaaccumError](error: E) -> E:
 
 
 def describe(name: str, values: Sequence[object]) -> str:
-    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for every rank's value, in rank order."""
-    said = "; ".join(f"{_ranks([r for r, x in enumerate(values) if x == v])}: {v}" for v in dict.fromkeys(values))
-    return f"ranks disagree about {name} ({said})"
+    """`ranks disagree about NAME (rank 0: 1; ranks 1, 2: 2)` for every rank's value, in rank order, MOST_SHOWN of
+    them."""
+    ranks: dict[object, list[int]] = {}
+    for rank, each in enumerate(values):
+        ranks.setdefault(each, []).append(rank)
+    said = "; ".join(f"{_ranks(ranks[each])}: {each}" for each in list(ranks)[:MOST_SHOWN])
+    more = f"; and {len(ranks) - MOST_SHOWN} more" if len(ranks) > MOST_SHOWN else ""
+    return f"ranks disagree about {name} ({said}{more})"
 
 
 def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[str, object]]) -> str:

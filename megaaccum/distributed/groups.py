@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.agreement import numbers_of_all
 from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
 
@@ -174,6 +174,8 @@ def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,  # a timedelta takes a float too
         create_gloo_process_groups=False,
+        # A product that is launched first would hold up an all-reduce in a queue of its own until its last block.
+        high_priority_stream_groups=["tp"] if layout.tp > 1 and cpu.has_accelerator() else None,
     )
     collection = ProcessGroupCollection.use_mpu_process_groups()
     built = Groups(layout=layout, collection=collection, timeout_minutes=timeout_minutes)
@@ -262,6 +264,17 @@ class Mpu:
         self.get_tensor_model_parallel_src_rank = lambda: dist.get_global_rank(groups.tp, 0)
 
 
+def all_like(members: list[int]) -> list[list[int]]:
+    """The members of every group of which some rank is in one, given this rank's, sorted. Two integers of each rank
+    cross: lists of a thousand members from each of 16,384 ranks would be 17 million integers on every rank. Collective
+    over the world."""
+    found: dict[int, dict[int, int]] = {}
+    firsts, places = numbers_of_all([members[0], members.index(dist.get_rank())])
+    for rank, (first, place) in enumerate(zip(firsts, places, strict=True)):
+        found.setdefault(first, {})[place] = rank
+    return sorted([each[place] for place in sorted(each)] for each in found.values())
+
+
 def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> DeviceMesh:
     """Device mesh of the ranks `among` which the same parameters are cut, for torch's fully_shard: one dimension, or
     (replica, shard) with more than one replica.
@@ -275,7 +288,7 @@ def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> Dev
     if replicas == 1:
         return DeviceMesh.from_group(among, device, mesh_dim_names=("shard",))
     mine: dict[str, dist.ProcessGroup] = {}
-    for row in sorted({tuple(each) for each in gathered(ranks)}):
+    for row in all_like(ranks):
         grid = torch.tensor(row).view(replicas, -1)
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.distributed import groups
-from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import Channel, Message, receives, sends
@@ -84,12 +83,11 @@ def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | Non
     """A group of these ranks for each lane; collective over the world. All ranks make the groups of every pipeline, in
     one order: torch names a group that only its members make after the number of groups that a rank is in, which
     differs between the stages of a pipeline (the first and the last share an embedding)."""
-    everyone = gathered(members)
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     mine = []
-    for pipeline in sorted({tuple(each) for each in everyone}):
-        made = [_lane_group(list(pipeline), on_nccl, timeout) for _ in _LANES]
-        if list(pipeline) == members:
+    for pipeline in groups.all_like(members):
+        made = [_lane_group(pipeline, on_nccl, timeout) for _ in _LANES]
+        if pipeline == members:
             mine = made
     return mine
 
@@ -261,8 +259,7 @@ class _Outbox:
     def put(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._sent.append((work, tensor))
         if self._queue is None:
-            while self._sent and self._sent[0][0].is_completed():
-                self._sent.popleft()
+            self._sent = deque(each for each in self._sent if not each[0].is_completed())  # a late one holds no other
             return
         if self._error is not None:
             raise self._error

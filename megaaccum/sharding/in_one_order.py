@@ -192,9 +192,14 @@ def all_reduce_hook(
     padded = [torch.nn.functional.pad(each, (0, -flat.numel() % group.size())) for each in flats]
     mine = _summed_piece(padded, group, order)
     dist.all_gather_into_tensor(padded[0], mine.clone(), group=group)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(padded[0][: flat.numel()])
-    return done
+    return finished_future(padded[0][: flat.numel()])
+
+
+def finished_future(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future that has `result`. On a GPU, who waits for it waits for the stream that computes it."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else [])
+    future.set_result(result)
+    return future
 
 
 def others_like(

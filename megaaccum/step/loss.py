@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed import pairs
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
@@ -106,18 +107,21 @@ def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | No
 
 
 def post_sums(
-    parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
+    parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, *, on_host: bool = False
 ) -> Callable[[], list[float]]:
-    """Start `sums_over_ranks`. Returns a function that waits for the sums. device: the group's device for the sum,
-    default this rank's."""
+    """Start `sums_over_ranks`. Returns a function that waits for the sums. on_host: in host memory, over a group of
+    gloo's; default: on this rank's device."""
     if not parts:
         return list
-    flat = _in_a_row(parts, device or cpu.device())
-    work = dist.all_reduce(flat, group=group, async_op=True)
+    flat = _in_a_row(parts, torch.device("cpu") if on_host else cpu.device())
+    if on_host:
+        wait: Callable[[], object] = pairs.post_sum(flat, group)
+    else:
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        wait = bool if work is None else work.wait
 
     def sums() -> list[float]:
-        if work is not None:
-            work.wait()
+        wait()
         numbers = iter(flat.tolist())
         totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
         return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]

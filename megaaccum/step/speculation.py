@@ -118,7 +118,7 @@ class SpeculativeTrainStep(TrainStep):
         flags = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
         parts = [square, *flags, torch.stack(world_sums.faults(self, opened.tally)).sum()]
         parts += world_sums.own_sums(self, opened)
-        wait = post_sums(parts, self.groups.host, device=torch.device("cpu"))
+        wait = post_sums(parts, self.groups.host, on_host=True)
         self.observer.phase("optimizer")
         undo = _undo(backend, self.transaction.num_updates)
         if updates:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 MOST_GATHERED = 1 << 27
-"""Elements that one all-gather brings: twice their memory is needed until they are copied to their parameters."""
+"""Elements after which another all-gather begins. Of each in turn, twice the memory is needed while its rows are copied
+to the parameters; a larger parameter is not copied."""
 
 
 class Gather(Protocol):
@@ -90,6 +91,9 @@ def start_gather(params: list[torch.nn.Parameter]) -> Gather:
             continue
         marks.ds_status = ZeroParamStatus.INFLIGHT
         kind = marks.ds_process_group, marks.ds_tensor.dtype
+        if marks.ds_numel >= MOST_GATHERED:  # alone: its rows are the parameter, without a copy
+            together[kind, -1 - marks.ds_id].append(param)
+            continue
         elements[kind] += marks.ds_numel
         together[kind, elements[kind] // MOST_GATHERED].append(param)
     return _Together([_Gathering(each) for each in together.values()])

@@ -182,3 +182,20 @@ def test_drop_skips_the_step_and_error_ends_it():
         assert note == "of 8 micro-batches rank 1 has 7, rank 3 has 7 (short_batch: drop)"
         assert "step 7 needs 8 micro-batches on every rank, but rank 1 has 7, rank 3 has 7" in text
         assert "short_batch to pad or drop" in text
+
+
+def what_differs() -> tuple[list[list[str]], int]:
+    """The different lists of four ranks of two stages, and how many were sent."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megaaccum.distributed.agreement import distinct_values
+
+    with patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as sent:
+        found = distinct_values([f"layer {dist.get_rank() // 2}"] * 3, None)
+    return found, sent.call_count
+
+
+def test_a_list_that_ranks_share_is_sent_once():
+    assert run_ranks(what_differs, 4, timeout=60) == [([["layer 0"] * 3, ["layer 1"] * 3], 2)] * 4

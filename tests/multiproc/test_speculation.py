@@ -157,6 +157,18 @@ def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
     assert run_ranks(compared, 2, CASES[0], (), timeout=90) == [(5, 0, False)] * 2
 
 
+def in_pairs(case: Case) -> tuple[int, int, bool]:
+    """`compared`, with the sums in pairs that larger worlds make."""
+    from megaaccum.distributed import pairs
+
+    with patch.object(pairs, "RING_UP_TO", 1):
+        return compared(case, POISONS)
+
+
+def test_sums_in_pairs_are_the_same_steps():
+    assert run_ranks(in_pairs, 2, CASES[0], timeout=90) == [(4, 2, True)] * 2
+
+
 def otherwise(engine, step: int, now: list, following: list) -> dict[str, Any]:
     """Actions that a loop may take between the early start of a step and its call, and outcomes of the next step."""
     rank = torch.distributed.get_rank()

@@ -6,10 +6,15 @@ until it has started, as CUDA does while there is room on the device). A send an
 started. NCCL gives every pair of ranks a stream for each of its groups.
 
 What is launched comes from the executor's own `Mail`, over channels that only note it.
+
+    python -m tests.support.queues [PP]
+
+prints, for every built-in schedule, at how many passes a host that waits for its device would hang the flush.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
@@ -19,6 +24,7 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.executor.p2p import Mail
+from megaaccum.schedule import build
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import sends, sends_needed
 
@@ -194,3 +200,34 @@ class _Rank:
             else:
                 begun[kernel.message] = self, number
         return number in (self._started if self._lenient else self.ended)
+
+
+OWN = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
+"""Schedules that the executor runs."""
+
+
+def schedule(name: str, pp: int) -> Schedule:
+    """A built-in schedule with 3 * pp micro-batches."""
+    return build(name, pp=pp, num_microbatches=3 * pp, chunks=2 if name == "interleaved" else None)
+
+
+def stuck_places(made: Schedule, *, at_once: bool = False) -> list[Place]:
+    """Passes before which a host that waits for its device hangs the flush, with 32 hardware queues."""
+    return [at for at in passes(made, at_once=at_once) if stuck(made, 32, waits=[at], at_once=at_once)]
+
+
+def main(argv: list[str]) -> int:
+    """Returns 1 if some flush of the executor can hang."""
+    pp, some = int(argv[0]) if argv else 4, 0
+    print(f"passes before which a host that waits for its device hangs the flush, pp {pp}, {3 * pp} micro-batches:")
+    print(f"{'schedule':12} {'passes':>6} {'stuck':>6}  if every receive were posted at once")
+    for name in OWN:
+        made = schedule(name, pp)
+        found = len(stuck_places(made))
+        some += found
+        print(f"{name:12} {len(passes(made)):6} {found:6}  {len(stuck_places(made, at_once=True))}")
+    return int(some > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

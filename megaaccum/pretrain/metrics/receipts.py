@@ -92,10 +92,10 @@ class Receipt:
                 raise unwritable(home, error) from error
         number = 1 + max((int(path.stem.removeprefix("start_")) for path in _files(home)), default=0)
         self.path = home / f"start_{number}.json"
-        self.content: Record = {
-            "schema": SCHEMA, "version": VERSION, "number": number, **content, "events": [],
-            "measured": {"bytes": {}, "memory": {}}, "outcome": None,
-        }  # fmt: skip
+        opening = {"schema": SCHEMA, "version": VERSION, "number": number, **content}
+        self._opening = json.dumps(_strict(opening), indent=1, allow_nan=False).removesuffix("\n}")
+        """Text of what does not change, with a line for every fact of every rank: written out once."""
+        self._changing: Record = {"events": [], "measured": {"bytes": {}, "memory": {}}, "outcome": None}
         self._clock, self._written = clock, -math.inf
         self._seconds: deque[float] = deque(maxlen=STEPS_KEPT)
         self._phases: dict[str, float] = {}
@@ -107,7 +107,7 @@ class Receipt:
         self._num_steps += 1
         if self._num_steps > 1:  # the first one compiles, allocates and warms up
             self._seconds.append(record["seconds_per_step"])
-        measured = self.content["measured"]
+        measured = self._changing["measured"]
         measured.setdefault("seconds_of_first_step", record["seconds_per_step"])
         for name, number in record.items():
             kind, _, rest = name.partition("_")
@@ -131,23 +131,24 @@ class Receipt:
     def event(self, kind: str, step: int, text: str) -> None:
         """Record an event of `step`: `skip`, `drop` (of micro-batches, or of elements set to 0), `restart`, `resume`,
         `verify`, `alarm`, `straggler`, `output` (which could not be written)."""
-        self.content["events"].append({"kind": kind, "step": step, "text": text})
+        self._changing["events"].append({"kind": kind, "step": step, "text": text})
 
     def close(self, outcome: str, step: int, now: float) -> None:
         """Write the final receipt. now: seconds since 1970."""
-        self.content["outcome"] = {"text": outcome, "step": step, "time": now}
+        self._changing["outcome"] = {"text": outcome, "step": step, "time": now}
         self.write()
 
     def write(self) -> None:
         """Write the receipt in its present state. Raises MegaaccumError if that fails."""
-        measured = self.content["measured"]
+        measured = self._changing["measured"]
         if self._seconds:
             measured["seconds_per_step"] = statistics.median(self._seconds)
         measured["num_steps"] = self._num_steps
         measured["seconds"] = {name: total / self._num_steps for name, total in self._phases.items()}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self.path, json.dumps(_strict(self.content), indent=1, allow_nan=False) + "\n")
+            changing = json.dumps(_strict(self._changing), indent=1, allow_nan=False)
+            replace_text(self.path, f"{self._opening},{changing.removeprefix('{')}\n")
         except OSError as error:
             raise unwritable(self.path, error) from error
         self._written = self._clock()

@@ -11,7 +11,7 @@ import torch
 from megaaccum.checkpoint.folders import Progress
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
-from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
+from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
 from megaaccum.pretrain.weights import deepspeed_folder
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
@@ -82,8 +82,8 @@ def _load(engine: Engine, source: Source, vocab_size: int, num_updates: int | No
     pieces = held_pieces(engine.backend, engine.groups, only_weights=num_updates is None)
     held = {(piece.name, piece.kind): piece.shape for piece, _, _ in pieces}
     held |= {(name, "param"): tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
-    everyone = gathered({name: shape for (name, _), shape in held.items()}, engine.groups.host)
-    raise_on_all_ranks(_check_rest, source, {name: shape for each in everyone for name, shape in each.items()})
+    everyone = distinct_values(sorted({(name, shape) for (name, _), shape in held.items()}), engine.groups.host)
+    raise_on_all_ranks(_check_rest, source, dict(pair for each in everyone for pair in each))
     engine.load_weights(_tensors(source, held, vocab_size), num_updates=num_updates)
 
 

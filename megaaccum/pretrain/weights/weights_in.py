@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.checkpoint.pieces import held_pieces
-from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
+from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.pretrain.weights import config_json
 from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of
@@ -107,8 +107,7 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     Collective over the world. Raises ConfigError on every rank if the configuration is of another model, and
     CheckpointError for what its files lack or have besides."""
     mapped = raise_on_all_ranks(_mapped, engine, folder, vocab_size)
-    read = {rows.name for each in mapped for rows in each.rows}
-    everyone = gathered(read, engine.groups.host)
+    everyone = distinct_values(sorted({rows.name for each in mapped for rows in each.rows}), engine.groups.host)
     raise_on_all_ranks(_check_rest, folder, set().union(*everyone), _left_out(engine.plan.config, folder))
     engine.load_weights((each.name, each) for each in mapped)
 

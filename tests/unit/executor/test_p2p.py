@@ -86,6 +86,19 @@ def test_polling_lets_go_at_the_next_send():
     assert two() is None
 
 
+def test_a_late_send_holds_none_that_have_left():
+    """One neighbour computes long, and the other has received what was sent after."""
+    outbox, late, later = _Outbox(polls=True), Work(), Work()
+    one, two = sent(outbox, late), sent(outbox, later)
+    later.left.set()
+    last = Work()
+    sent(outbox, last)
+    assert one() is not None and two() is None
+    late.left.set()
+    last.left.set()
+    outbox.close()
+
+
 @pytest.mark.parametrize("polls", [False, True])
 def test_a_send_that_fails_is_told(polls):
     outbox, work = _Outbox(polls=polls), Work(RuntimeError("connection closed by peer"))

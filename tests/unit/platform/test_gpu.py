@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megaaccum.distributed import groups
+from megaaccum.distributed import groups, start
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.errors import ConfigError
 from megaaccum.executor import p2p
@@ -73,6 +73,35 @@ def test_a_bound_device_is_refused():
     p2p.check_no_bound_device(on_cuda())
     with pytest.raises(ConfigError, match="leave device_id out"):
         p2p.check_no_bound_device(on_cuda(torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize(("on_gpu", "tp", "expected"), [(True, 2, ["tp"]), (True, 1, None), (False, 2, None)])
+def test_all_reduces_of_tp_come_before_the_blocks_of_a_product(on_gpu, tp, expected, monkeypatch):
+    """In a queue of its own an all-reduce that is launched after a product would wait for its last block; one queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), by which Megatron orders them, is too few for receives that wait."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: on_gpu)
+    monkeypatch.setattr(groups.megatron, "hold_groups", lambda held: None)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda **keys: asked.update(keys))
+    monkeypatch.setattr(ProcessGroupCollection, "use_mpu_process_groups", lambda: SimpleNamespace(mp=object()))
+    groups.build(configs.plan(2, tensor_model_parallel_size=tp).layout, timeout_minutes=1)
+    assert asked["high_priority_stream_groups"] == expected
+
+
+@pytest.mark.parametrize(("ranks", "given", "expected"), [(64, None, None), (65, None, "1"), (65, "0", "0")])
+def test_many_ranks_make_no_mesh_over_gloo(ranks, given, expected, monkeypatch):
+    seen: list[str | None] = []
+    variable = "TORCH_GLOO_LAZY_INIT"
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *args, **keys: seen.append(os.environ.get(variable))
+    )
+    set_already = {} if given is None else {variable: given}
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(ranks)} | set_already):
+        start.start_process_group(configs.plan())
+    assert seen == [expected]
 
 
 def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):

@@ -4,15 +4,9 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.executor import p2p
-from megaaccum.schedule import build
 from megaaccum.schedule.validate import sends_needed
-from tests.support.queues import passes, stuck
-
-OWN = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"]
-
-
-def schedule(name: str, pp: int):
-    return build(name, pp=pp, num_microbatches=3 * pp, chunks=2 if name == "interleaved" else None)
+from tests.support import queues as simulated
+from tests.support.queues import OWN, schedule, stuck, stuck_places
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -32,16 +26,22 @@ def test_every_number_of_queues_passes_or_is_refused(name, pp, monkeypatch):
 @pytest.mark.parametrize("name", OWN)
 def test_a_host_that_waits_for_its_device_before_any_pass_goes_on(name):
     """CUDA makes a host wait to load a kernel, to free memory and to set up a communicator."""
-    made = schedule(name, 4)
-    assert not [at for at in passes(made) if stuck(made, 32, waits=[at])]
+    assert not stuck_places(schedule(name, 4))
 
 
 @pytest.mark.parametrize(("name", "places"), [("1f1b", 3), ("zb-h1", 3), ("interleaved", 32), ("zbv", 39)])
 def test_receives_that_wait_for_passes_of_their_own_rank_would_hang_it(name, places):
     """The same with receives posted ahead whatever they wait for."""
-    made = schedule(name, 4)
-    found = [at for at in passes(made, at_once=True) if stuck(made, 32, waits=[at], at_once=True)]
-    assert len(found) == places
+    assert len(stuck_places(schedule(name, 4), at_once=True)) == places
+
+
+def test_the_command_prints_how_many_places_are_stuck(capsys, monkeypatch):
+    """`python -m tests.support.queues`."""
+    monkeypatch.setattr(simulated, "OWN", ["1f1b", "zbv"])
+    assert simulated.main(["2"]) == 0
+    *_, first, last = capsys.readouterr().out.splitlines()
+    assert first.split()[:3] == ["1f1b", "24", "0"] and last.split()[:3] == ["zbv", "72", "0"]
+    assert int(last.split()[3]) > 0
 
 
 def test_a_message_needs_the_sends_that_it_answers():

@@ -43,6 +43,27 @@ def test_a_start_writes_what_is_known_of_it_before_its_first_step(tmp_path, monk
     assert found["versions"]["torch"] and len(found["code"]["digest"]) == 16
 
 
+def test_facts_of_ranks_are_written_out_once(tmp_path):
+    """A receipt is written every minute, while thousands of ranks wait for the one that writes."""
+    read: list[int] = []
+
+    class Facts(dict):
+        def items(self):
+            read.append(self["rank"])
+            return super().items()
+
+    ranks = [Facts(receipts.this_rank("H100", 8e10), rank=rank) for rank in range(1000)]
+    receipt = receipts.Receipt(tmp_path, {"first_step": 1, "ranks": ranks})
+    receipt.event("skip", 2, "a value is not finite")
+    receipt.write()
+    receipt.close("completed", 3, 12.0)
+    assert read == list(range(1000))
+    found = written(tmp_path)
+    assert len(found["ranks"]) == 1000 and found["ranks"][-1]["rank"] == 999
+    assert [event["step"] for event in found["events"]] == [2] and found["outcome"]["step"] == 3
+    assert list(found)[:3] == ["schema", "version", "number"]
+
+
 def test_the_code_is_named_by_its_commit_only_in_a_checkout(tmp_path, monkeypatch):
     package = tmp_path / "megaaccum"
     package.mkdir()
