@@ -25,6 +25,7 @@ BY_NAME = (
     "libraries",
     "muon",
     "weights",
+    "scale",
     *NEED_FILES,
 )
 """layouts and sync_modes take minutes, and sync_modes' limited link root; fuzz, experts, expert_reduction, hostile,
