@@ -253,9 +253,7 @@ def at(ranks: int, measured: Measured) -> dict[str, Measured]:
     sum_bytes = 12 * 8
     return {
         "meet": {"messages": 2 * ranks, "bytes": 64 * 2 * ranks, "seconds": 2 * ranks / rate},
-        "mesh": {"messages": ranks * ranks, "bytes": 64 * ranks * ranks, "seconds": ranks * ranks / rate},
-        "lazy": {"messages": 2 * (log2 + 2) * ranks, "bytes": 64 * 2 * (log2 + 2) * ranks,
-                 "seconds": 2 * (log2 + 2) * ranks / rate},
+        "mesh": {"messages": 2 * ranks * ranks, "bytes": 64 * ranks * ranks, "seconds": 2 * ranks * ranks / rate},
         "groups": {"messages": groups["calls"], "bytes": 0, "seconds": groups["seconds"] + groups["lane_seconds"]},
         "agreement": {"messages": 2 * log2, "bytes": 16, "seconds": measured["agreement"]["seconds_alone"]},
         "norm": {"messages": 2 * log2, "bytes": 2 * sum_bytes, "seconds": 0.0},
@@ -281,8 +279,7 @@ def at(ranks: int, measured: Measured) -> dict[str, Measured]:
 TITLES = {
     "meet": "ranks meet at rank 0's store",
     "groups": "process groups and lanes, calls of `new_group` on each rank",
-    "mesh": "a gloo group of the world as a mesh: requests at the store (not made)",
-    "lazy": "the same, connected at the first message",
+    "mesh": "a gloo group of the world: requests at the store",
     "agreement": "agreement, each step: one number; seconds of the host",
     "norm": "norm, loss, weight, reports, each step: 12 numbers",
     "ring": "sum of a speculative step by gloo's ring (not made)",

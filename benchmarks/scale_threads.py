@@ -24,8 +24,8 @@ Measured = dict[str, Any]
 
 @dataclass
 class Threads:
-    """Ranks of one gloo group as threads of this process. Each connects at its first message, as beyond
-    `start.MESH_UP_TO` ranks."""
+    """Ranks of one gloo group as threads of this process. Two connect at their first message: a mesh of 256 would be
+    65,280 sockets of one process."""
 
     size: int
 

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
-MESH_UP_TO = 64
-"""Ranks up to which gloo connects every rank with every other when a group is made. Beyond, two ranks connect at their
-first message: a mesh of 16,384 ranks would be as many sockets on each of them, for every gloo group of the world."""
-
 
 def start_together(plan: Plan) -> None:
     """Start torch.distributed, and check that all ranks have the same plan, cut and table of a schedule. From then on
@@ -60,8 +56,6 @@ def start_process_group(plan: Plan) -> None:
     slurm.adopt()
     if "RANK" not in os.environ:
         os.environ.update(_ALONE)
-    if int(os.environ.get("WORLD_SIZE", "1")) > MESH_UP_TO:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     gpu.prepare(plan)
     if not cpu.has_accelerator() and plan.config.run.num_threads:
         torch.set_num_threads(plan.config.run.num_threads)

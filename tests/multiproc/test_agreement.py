@@ -63,7 +63,9 @@ def agree_without_a_gather() -> tuple[int, list[int]]:
     rank, gathers = dist.get_rank(), []
     gather = dist.all_gather_into_tensor
     with (
-        patch.object(dist, "all_gather_into_tensor", lambda *args: (gathers.append(1), gather(*args))[1]),
+        patch.object(
+            dist, "all_gather_into_tensor", lambda *args, **keys: (gathers.append(1), gather(*args, **keys))[1]
+        ),
         patch.object(dist, "all_gather_object", lambda *args: gathers.append(1)),
     ):
         agreed = agreement.check_agreement("plan", tell={"given": 4, "dp_rank": rank}, usual={"given": 4}, step=1)

@@ -256,29 +256,6 @@ def test_every_group_waits_as_long_as_is_configured(layout):
         assert set(places) == {"as configured"}
 
 
-def connections(lazy: str) -> tuple[int, list[int]]:
-    """Sockets that a gloo group of the world takes on this rank, and what an all-gather over it brings."""
-    import os
-
-    import torch.distributed as dist
-
-    from megaaccum.distributed import agreement, groups
-
-    with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": lazy}):
-        before = len(os.listdir("/proc/self/fd"))
-        group = groups.for_background(1)
-        dist.barrier()
-        made = len(os.listdir("/proc/self/fd")) - before
-        return made, agreement.gathered(dist.get_rank(), group)
-
-
-def test_beyond_the_ranks_of_a_mesh_gloo_connects_at_the_first_message():
-    """`start.MESH_UP_TO`; the variable is set before gloo starts."""
-    mesh, lazy = (run_ranks(connections, 6, each, timeout=60) for each in ("0", "1"))
-    assert [found for _, found in mesh] == [found for _, found in lazy] == [list(range(6))] * 6
-    assert all(one - other == 5 for (one, _), (other, _) in zip(mesh, lazy, strict=True))
-
-
 def twice_gathered() -> Counter[str]:
     import torch
     import torch.distributed as dist

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megaaccum.distributed import groups, start
+from megaaccum.distributed import groups
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.errors import ConfigError
 from megaaccum.executor import p2p
@@ -89,19 +89,6 @@ def test_all_reduces_of_tp_come_before_the_blocks_of_a_product(on_gpu, tp, expec
     monkeypatch.setattr(ProcessGroupCollection, "use_mpu_process_groups", lambda: SimpleNamespace(mp=object()))
     groups.build(configs.plan(2, tensor_model_parallel_size=tp).layout, timeout_minutes=1)
     assert asked["high_priority_stream_groups"] == expected
-
-
-@pytest.mark.parametrize(("ranks", "given", "expected"), [(64, None, None), (65, None, "1"), (65, "0", "0")])
-def test_many_ranks_make_no_mesh_over_gloo(ranks, given, expected, monkeypatch):
-    seen: list[str | None] = []
-    variable = "TORCH_GLOO_LAZY_INIT"
-    monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda *args, **keys: seen.append(os.environ.get(variable))
-    )
-    set_already = {} if given is None else {variable: given}
-    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(ranks)} | set_already):
-        start.start_process_group(configs.plan())
-    assert seen == [expected]
 
 
 def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):

@@ -50,9 +50,16 @@ class Held(TorchDispatchMode):
         self.now -= elements
 
 
+class Group:
+    """A group of RANKS ranks."""
+
+    def size(self) -> int:
+        return RANKS
+
+
 def most_held(monkeypatch: pytest.MonkeyPatch, most_gathered: int) -> int:
     """The most elements at one time while a stage becomes whole, the ranks' parts aside."""
-    group = SimpleNamespace(size=lambda: RANKS)
+    group = Group()
     params = []
     for number, size in enumerate(SIZES):
         param = torch.nn.Parameter(torch.empty(0))
