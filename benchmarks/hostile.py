@@ -96,7 +96,7 @@ def _index(path: Path) -> None:
 
 def _metadata(path: Path) -> None:
     """The seal of a forged .metadata is right, as its forger makes it."""
-    from megaaccum.checkpoint.reader import CheckpointReader
+    from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 
     content = path.read_bytes() if path.is_file() and path.stat().st_size else b""
     reader = CheckpointReader(path.parent, hashlib.sha256(content).hexdigest())

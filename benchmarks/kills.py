@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaaccum.checkpoint.folders import latest, read_progress
-from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.pretrain.metrics import journal
 from tests.support.whole_runs import flags, make_data
 

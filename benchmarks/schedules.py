@@ -37,8 +37,8 @@ from megaaccum.lab.search.profile import even_cut, read_profile
 from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, simulate, write_csv
-from megaaccum.schedule.build import entry
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.pass_numbers import Problem
+from megaaccum.schedule.registry import entry
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}
 RUNTIMES = {

@@ -24,7 +24,7 @@ from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
 from megaaccum.schedule import Costs, Schedule, build, simulate
 from megaaccum.schedule.memory import Memory
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.pass_numbers import Problem
 
 NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 SEARCHED = ("zb-h1", "zbv")

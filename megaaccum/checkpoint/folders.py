@@ -58,7 +58,7 @@ class Progress:
         """Raise ValueError if a field, as it was read from a file, has another type."""
         for name in ("step", "consumed_samples"):
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) < 1 << 62:
-                raise ValueError(f"{name} is no count")
+                raise ValueError(f"{name} must be a non-negative integer")
         if not all(isinstance(getattr(self, name), dict) for name in _MAPPINGS):
             raise ValueError(f"one of {', '.join(_MAPPINGS)} is no mapping")
 

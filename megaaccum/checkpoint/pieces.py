@@ -152,7 +152,7 @@ def _start(piece: Piece) -> int:
     return piece.start
 
 
-class Stored:
+class StoredPieces:
     """The pieces of a checkpoint, by parameter, kind and cut."""
 
     def __init__(self, sizes: Mapping[str, Sequence[int]]):
@@ -165,7 +165,10 @@ class Stored:
             except ValueError:
                 is_one = False
             if not is_one:
-                raise CheckpointError(f"the checkpoint holds a tensor {key[:200]!r} of size {size}, which is no piece")
+                raise CheckpointError(
+                    f"the checkpoint holds an unknown tensor {key[:200]!r} of size {size}: it is damaged, or another"
+                    " program's"
+                )
             self._pieces.setdefault((piece.name, piece.kind), {}).setdefault(piece.cut, []).append(piece)
         for by_cut in self._pieces.values():
             for pieces in by_cut.values():
@@ -199,7 +202,7 @@ class Stored:
         """Whether a parameter's weight was cut like `cut`, on whichever rank."""
         return any(replace(each, run=cut.run) == cut for each in self._pieces[name, "param"])
 
-    def covering(self, wanted: Piece) -> list[tuple[Piece, int, int]]:
+    def overlapping(self, wanted: Piece) -> list[tuple[Piece, int, int]]:
         """(piece, start, stop) for the stored pieces that hold elements of `wanted`, whose positions in the piece's
         part are in start to stop. Raises DamagedCheckpoint if elements are missing."""
         if wanted.start == wanted.stop:
@@ -246,7 +249,7 @@ def copy(source: torch.Tensor, stored: Piece, start: int, stop: int, wanted: Pie
 
 def check_fit(
     current: Path,
-    stored: Stored,
+    stored: StoredPieces,
     backend: ShardingBackend,
     groups: Groups,
     *,
@@ -279,7 +282,7 @@ def check_fit(
         )
 
 
-def _lacks(stored: Stored, state: StatePiece, new_momenta: bool) -> str:
+def _lacks(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
     """The optimizer's tensor that the checkpoint has not, because it has another optimizer's; empty otherwise."""
     kinds = ("momentum_buffer", "exp_avg")
     own, other = kinds if names.is_matrix(state.param) else kinds[::-1]

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megaaccum.checkpoint import pieces
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
-from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
@@ -243,23 +243,23 @@ def load(
     raise_on_all_ranks(_check_shape, current, progress.shape, shape, groups.tp.size())
     reader = raise_on_all_ranks(CheckpointReader, current, progress.metadata_sha256)
     sizes = {key: each.size for key, each in reader.stored.items() if not key.startswith((_RNG, _BUFFER))}
-    stored = raise_on_all_ranks(pieces.Stored, sizes)
+    stored = raise_on_all_ranks(pieces.StoredPieces, sizes)
     fits = {"only_weights": only_weights, "new_momenta": new_momenta}
     raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, **fits)
     _check_size(current, stored, backend, groups)
     # Everything is read and checked before the model changes: an error leaves the model as it was.
     every = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
     held = [each for each in every if not (new_momenta and _begins(each[0], stored))]
-    covering = raise_on_all_ranks(lambda: [stored.covering(piece) for piece, _, _ in held])
+    overlapping = raise_on_all_ranks(lambda: [stored.overlapping(piece) for piece, _, _ in held])
     states = {} if only_weights else _rng(groups)
     random = {key for key, now in states.items() if key in reader.stored and reader.stored[key].size == now.shape}
-    keys = random.union(found.key for each in covering for found, _, _ in each)
+    keys = random.union(found.key for each in overlapping for found, _, _ in each)
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)
     read = raise_on_all_ranks(reader.read, keys)
     for _, tensor, _ in every if new_momenta else ():
         tensor.zero_()
-    for (piece, tensor, _), each in zip(held, covering, strict=True):
+    for (piece, tensor, _), each in zip(held, overlapping, strict=True):
         for found, start, stop in each:
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
     for name, buffer in buffers.items():
@@ -270,7 +270,7 @@ def load(
     return progress
 
 
-def _begins(piece: pieces.Piece, stored: pieces.Stored) -> bool:
+def _begins(piece: pieces.Piece, stored: pieces.StoredPieces) -> bool:
     """Whether a momentum begins at zero: AdamW stepped its matrix in the checkpoint's run."""
     return piece.kind == "momentum_buffer" and not stored.has(piece.name, piece.kind)
 
@@ -288,7 +288,7 @@ def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp:
         raise CheckpointError("; ".join(texts) + ": set what differs back, or no_load to true to start afresh")
 
 
-def _check_size(current: Path, stored: pieces.Stored, backend: ShardingBackend, groups: Groups) -> None:
+def _check_size(current: Path, stored: pieces.StoredPieces, backend: ShardingBackend, groups: Groups) -> None:
     """Check that the checkpoint has no more parameters than the model, over all stages. Collective over the world;
     raises CheckpointError on every rank."""
     mine = [piece for piece, _, writes in pieces.held_pieces(backend, groups, only_weights=True) if writes]

@@ -25,8 +25,8 @@ from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
-from megaaccum.schedule.build import by_executor, entry
 from megaaccum.schedule.overlap import seconds_without_barrier
+from megaaccum.schedule.registry import by_executor, entry
 
 MOST_COMMON = 80e9
 """Bytes beyond which `check` says which GPUs have that many: nothing says where the run will be."""

@@ -10,7 +10,7 @@ from megaaccum.config.batch_ramp import parse_schedule
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, ShardingConfig
 from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import by_executor, entry
+from megaaccum.schedule.registry import by_executor, entry
 
 
 def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None:

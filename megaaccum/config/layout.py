@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaaccum.schedule.actions import stage_map
-from megaaccum.schedule.build import by_executor
+from megaaccum.schedule.registry import by_executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RankLayout:
     dp: int
     """Ranks that see different sequences."""
     schedule: str
-    """Pipeline schedule: none, a name that megaaccum.schedule.build knows, or the path of a .csv table."""
+    """Pipeline schedule: none, a name that megaaccum.schedule.registry knows, or the path of a .csv table."""
     placement: Literal["loop", "v"] = "loop"
     """The stages of a rank's chunks: round-robin (loop), or rank and 2 * pp - 1 - rank (v)."""
 

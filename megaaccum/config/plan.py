@@ -22,7 +22,7 @@ from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedule
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError
-from megaaccum.schedule.build import stored_table
+from megaaccum.schedule.registry import stored_table
 
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
 """Blocks of a DeepSpeed JSON that only place the log of one host."""

@@ -18,7 +18,8 @@ from megaaccum.config.layout import RankLayout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, ScheduleError
-from megaaccum.schedule.build import build, entry, interleaved_problems, set_shared_table
+from megaaccum.schedule.builders import interleaved_problems
+from megaaccum.schedule.registry import build, entry, set_shared_table
 
 MOST_PASSES = 1_000_000
 """Limit on the micro-batches of a flush times the pipeline ranks, for which a schedule's table is built."""

@@ -1,1 +1,3 @@
-"""Ranks: grouped, started, kept in agreement; their random states, and notes for the watchdog."""
+"""Ranks: `start` joins them, `groups` groups them, `agreement` keeps them together, `sums` adds over them; `rng` has
+their random states, `breadcrumbs` their notes for the watchdog.
+"""

@@ -1,5 +1,7 @@
 """Process groups: built once from Megatron's own partition of the ranks, passed on by keyword, never looked up.
 
+A pipeline's lanes on NCCL are made of these ranks too, by `PipelineChannels` (executor/p2p.py).
+
 Megatron's collection of groups has no types, so each property names that of its group.
 """
 

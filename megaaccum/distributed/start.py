@@ -18,7 +18,7 @@ from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform import cpu, determinism, gpu
-from megaaccum.schedule.build import is_shared, set_shared_table
+from megaaccum.schedule.registry import is_shared, set_shared_table
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

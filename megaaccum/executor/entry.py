@@ -20,8 +20,8 @@ from megaaccum.executor.passes import Call, FusedPass
 from megaaccum.executor.timeline import measured_costs, write_trace
 from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.build import build, by_executor
 from megaaccum.schedule.overlap import warm_up
+from megaaccum.schedule.registry import build, by_executor
 from megaaccum.schedule.simulate import simulate
 from megaaccum.schedule.validate import Message, sends, sends_needed, validate
 

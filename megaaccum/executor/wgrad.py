@@ -136,8 +136,8 @@ def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, a
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
-    """For the backward of a layer of one's own: `compute()` is the gradient of `weight`, and is called when the
-    schedule says W; now, where no schedule splits the backward."""
+    """Call `compute()`, the gradient of `weight`, at the schedule's W, or at once if no schedule splits the backward.
+    For the backward of a layer of one's own."""
     if _receiver is not None:
         mark_put_off(weight)
         _receiver.add(weight, compute)

@@ -23,7 +23,7 @@ from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.config.rules import moe
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import layer_specs, names, recompute
+from megaaccum.model import layer_specs, names, recompute_gradients
 from megaaccum.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.model.layers import Layers
 from megaaccum.model.machine import check_machine, layer_kind
@@ -154,7 +154,7 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
         for param in chunk.parameters():
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
-        recompute.prepare(chunk)
+        recompute_gradients.prepare(chunk)
         for module in chunk.modules():
             if megatron.is_parallel_linear(module):
                 megatron.set_linear_forward(module, megatron.linear_forward)

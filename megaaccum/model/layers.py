@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megaaccum.schedule.build import by_executor
+from megaaccum.schedule.registry import by_executor
 
 if TYPE_CHECKING:
     from megaaccum.config.schema import Config

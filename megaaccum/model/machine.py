@@ -10,7 +10,7 @@ import torch
 
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.errors import ConfigError
-from megaaccum.model import fp8, layers, recompute
+from megaaccum.model import fp8, layers, recompute_gradients
 from megaaccum.model.layers import Layers
 from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
@@ -75,7 +75,7 @@ def _without_te(plan: Plan) -> Iterator[str]:
             yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."
     if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
         yield f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, but {here}."
-    recomputed = recompute.WITHOUT_OUTPUT & set(model.recompute_modules or ())
+    recomputed = recompute_gradients.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         yield (
             f"recompute_modules names {', '.join(sorted(recomputed))}, which needs Transformer Engine's layers, but"

@@ -1,1 +1,1 @@
-"""The optimizer and what moves with it: AdamW, the learning-rate schedule, the loss scale of FP16."""
+"""The optimizer and what moves with it: AdamW, Muon, the learning-rate schedule, the loss scale of FP16."""

@@ -2,7 +2,8 @@
 
 The rule is Megatron-core's (DynamicGradScaler), which with `hysteresis` 1 is torch.amp.GradScaler's: the scale doubles
 after `window` steps in a row without an overflow and is halved at the `hysteresis`-th overflow since it last doubled,
-and at every further one. One verdict for all ranks moves it, so it is the same number everywhere without a collective.
+and at every further one. Every rank calls `update` with the same verdict, which `Recovery.judge` (step/recovery.py)
+derives from the all-reduced norm, so no collective is needed here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from megaaccum.schedule.actions import Item, stage_map
-from megaaccum.schedule.orders import Problem, Wave, justified, waves
+from megaaccum.schedule.pass_numbers import Problem, Wave, justified, waves
 from megaaccum.schedule.simulate import Costs
 
 

@@ -1,4 +1,15 @@
-"""Sharding backends: what reduces the gradients of an accumulated step, and when."""
+"""Sharding backends: what reduces the gradients of an accumulated step, and when.
+
+| module | holds |
+| --- | --- |
+| `base` | a backend: Megatron's five hooks, and what the step asks |
+| `deepspeed`, `streaming` | ZeRO-1, -2, -3 `resident`; ZeRO-3 `streaming` |
+| `fsdp2`, `megatron`, `ddp` | the other engines |
+| `experts`, `expert_turns`, `cold_experts` | ranks, order of reduction, and host memory of experts |
+| `reduction`, `fp32_sums` | sums over ranks, and into FP32 |
+| `sum_tree`, `in_one_order` | sums in one order (`reproducible: layout`, `deterministic`) |
+| `ownership` | whole matrices on their owners (Muon) |
+"""
 
 from __future__ import annotations
 

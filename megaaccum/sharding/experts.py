@@ -7,7 +7,8 @@ Megatron marks the parameters of such experts (`allreduce = False`), and the mar
 configuration says.
 
 An expert's parameters are cut over that group, and its gradients summed over it. It saw the tokens of all ranks that
-sent it some, so an average divides the sum by dp * cp, as everybody's.
+sent it some, so an average divides the sum by dp * cp, as everybody's. FSDP2 uses `of_chunks` and `modules_of` alone,
+and reduces experts over a mesh of their own (sharding/fsdp2.py).
 """
 
 from __future__ import annotations

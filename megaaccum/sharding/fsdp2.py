@@ -58,7 +58,7 @@ class Fsdp2Backend(Backend):
             among = groups.expert_dp
             self._expert_mesh = process_groups.replica_mesh(groups, among, sharding.data_parallel_replicas)
         self.sums = MicrobatchSums.from_plan(plan, groups)
-        # An average over the ranks of experts would be another than that of the rest.
+        # Expert and dense groups differ in size, and averages would divide by different numbers: both sum instead.
         self._adds = self.sums.in_one_order or own_ranks
         self.reduction_divisor = 1 if self._adds else groups.dp_cp.size()
         self._trees: list[StreamedReduceScatter] = []
@@ -81,7 +81,7 @@ class Fsdp2Backend(Backend):
             vars(shards[id(param)]).update(vars(param))
         before = {id(shards[key]) for key in before}
         hooked = self.sums.in_one_order
-        self._weight_grads = [fsdp2.WeightGrads(each, hooked=hooked, before_experts=before) for each in chunks]
+        self._weight_grads = [fsdp2.UnitWeightGrads(each, hooked=hooked, before_experts=before) for each in chunks]
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
             fsdp2.before_reduce(chunk, self._show)
@@ -191,8 +191,8 @@ class Fsdp2Backend(Backend):
     # --- a backward in two parts ---
 
     def after_input_grad(self, chunk: int) -> None:
-        """Nothing to do: a unit's own hooks took its I for its whole backward, added up what came and, with streaming,
-        let its parameters go."""
+        """No-op: FSDP2's hooks treated I as the whole backward, added up its gradients and, with streaming, resharded
+        the unit's parameters."""
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         root, final = self._roots[chunk], last and self._last_flush

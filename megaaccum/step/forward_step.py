@@ -20,8 +20,9 @@ class ForwardStep:
     output)` and `begin_backward(chunk, microbatch)`, which are called in the list's order. chunk: number of this
     rank's chunk. microbatch: index in the step.
 
-    The micro-batch that runs is counted per chunk: every schedule runs a chunk's forwards in order, and a recomputed
-    forward does not come through here.
+    The micro-batch that runs is counted per chunk, since every schedule runs a chunk's forwards in order. A recomputed
+    forward does not pass here: it belongs to the backward that was announced last (`begin_backward`; step/seeds.py
+    and the backends ask `pytorch.in_backward`).
     """
 
     def __init__(

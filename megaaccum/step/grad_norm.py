@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.model import names
 from megaaccum.platform import cpu
-from megaaccum.step.loss import sums_over_ranks
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups

@@ -16,16 +16,13 @@ scale and the clip factor.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from megaaccum.distributed import pairs
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
@@ -98,65 +95,6 @@ def spread_over_batch(plan: Plan, groups: Groups, each: int) -> Spread | None:
         return row
 
     return spread
-
-
-def sums_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The sum over the ranks of `group` of each part: a scalar, or the numbers of micro-batches at their positions,
-    whose sum is the float64 nearest to the exact one. float64, one all-reduce."""
-    return post_sums(parts, group)()
-
-
-def post_sums(
-    parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, *, on_host: bool = False
-) -> Callable[[], list[float]]:
-    """Start `sums_over_ranks`. Returns a function that waits for the sums. on_host: in host memory, over a group of
-    gloo's; default: on this rank's device."""
-    if not parts:
-        return list
-    flat = _in_a_row(parts, torch.device("cpu") if on_host else cpu.device())
-    if on_host:
-        wait: Callable[[], object] = pairs.post_sum(flat, group)
-    else:
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        wait = bool if work is None else work.wait
-
-    def sums() -> list[float]:
-        wait()
-        numbers = iter(flat.tolist())
-        totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
-        return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
-
-    return sums
-
-
-def _in_a_row(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """`parts` as one row on `device`: a copy for all that lie elsewhere, for which the host need not wait."""
-    elsewhere = [part.reshape(-1) for part in parts if part.device.type != device.type]
-    if elsewhere:
-        row = torch.cat(elsewhere)
-        moved = row.to(device) if device.type == "cpu" else cpu.to_device(row)
-        coming = iter(moved.split([part.numel() for part in elsewhere]))
-        parts = [part if part.device.type == device.type else next(coming) for part in parts]
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def post_total_weight(
-    weights: Sequence[float], count: int, groups: Groups, spread: Spread | None = None
-) -> Callable[[], tuple[float, int]]:
-    """(N, micro-batches of the step) when they are asked for, from the weights and the number of this rank's.
-    Collective over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
-    Ranks of one cp group have the same sequences, and the first counts."""
-    if groups.collection.cp.rank():
-        weights, count = [0.0] * len(weights), 0
-    own = torch.tensor(weights, dtype=torch.float64)
-    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if spread is None else spread(own)
-    sums = post_sums([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
-
-    def total() -> tuple[float, int]:
-        weight, num_microbatches = sums()
-        return weight, round(num_microbatches)
-
-    return total
 
 
 @dataclass

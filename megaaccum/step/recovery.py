@@ -1,5 +1,6 @@
-"""The fate of a bad step: the only place that knows overflows of the loss scale, `nonfinite`, the guard of the norm
-and the limits on bad steps. All that it asks is the same on every rank, so its verdict is too."""
+"""Decides whether a step updates the weights, is skipped, or ends the run: the only place that knows overflows of the
+loss scale, `nonfinite`, the guard of the norm and the limits on bad steps. Its inputs are all-reduced values, so every
+rank decides alike; `conclude` then moves the loss scale."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaaccum.distributed.sums import post_sums, sums_over_ranks
 from megaaccum.step import grad_norm, world_sums
 from megaaccum.step.flush import flush_arguments
-from megaaccum.step.loss import Divisor, post_sums, sums_over_ranks
+from megaaccum.step.loss import Divisor
 from megaaccum.step.microbatches import Microbatches, shapes_of
 from megaaccum.step.train_step import OpenStep, TrainStep
 

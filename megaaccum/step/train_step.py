@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
+from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
@@ -30,7 +31,7 @@ from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
 from megaaccum.step import agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
-from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch, sums_over_ranks
+from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch
 from megaaccum.step.microbatches import Microbatches, read_batch, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.result import StepResult

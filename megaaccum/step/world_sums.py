@@ -1,10 +1,12 @@
-"""Sums over the world: N before a step, and at its end, along with the squares of the norm, the loss functions' values.
+"""What a step sums over all ranks: N (the weight, usually unmasked tokens) before it if the weights are known, and
+after it, in the all-reduce of the norm, the loss, the reports, and N if it was not known.
 
-Functions on a TrainStep and its OpenStep.
+Functions on a TrainStep and its OpenStep; `distributed/sums` makes the sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.sums import post_sums, sums_over_ranks
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
-from megaaccum.step.loss import Divisor, Tally, post_total_weight, spread_over_batch, sums_over_ranks
+from megaaccum.step.loss import Divisor, Spread, Tally, spread_over_batch
 from megaaccum.step.recovery import Attempt
 
 if TYPE_CHECKING:
@@ -44,6 +47,25 @@ def divisor_of(
     spread = spread_over_batch(steps.plan, steps.groups, len(known))
     summed = post_total_weight(known, count, steps.groups, spread)
     return lambda: divide(*summed())
+
+
+def post_total_weight(
+    weights: Sequence[float], count: int, groups: Groups, spread: Spread | None = None
+) -> Callable[[], tuple[float, int]]:
+    """(N, micro-batches of the step) when they are asked for, from the weights and the number of this rank's.
+    Collective over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
+    Ranks of one cp group have the same sequences, and the first counts."""
+    if groups.collection.cp.rank():
+        weights, count = [0.0] * len(weights), 0
+    own = torch.tensor(weights, dtype=torch.float64)
+    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if spread is None else spread(own)
+    sums = post_sums([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
+
+    def total() -> tuple[float, int]:
+        weight, num_microbatches = sums()
+        return weight, round(num_microbatches)
+
+    return total
 
 
 def divisor_at_commit(steps: TrainStep, expected: float | None) -> Divisor:

@@ -77,7 +77,7 @@ def even_out(unit: Any) -> None:
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 
-class WeightGrads:
+class UnitWeightGrads:
     """The weight gradients (W) of one fully sharded chunk whose backward is split.
 
     FSDP2 ends a unit's backward when its input's gradient is there, and reduces then. Its hooks do not see a W, so

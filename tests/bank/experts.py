@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megaaccum.config import Plan
+from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.model import names
 from megaaccum.sharding import fsdp2
 from megaaccum.step import grad_norm
-from megaaccum.step.loss import sums_over_ranks
 from tests.bank.mistake import mistake, replaced, wrapped
 from tests.bank.reduction import changed_in_every_backward
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaaccum.config import Plan
+from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.model import names
 from megaaccum.step import grad_norm
-from megaaccum.step.loss import sums_over_ranks
 from tests.bank.mistake import mistake, replaced
 
 

@@ -82,7 +82,7 @@ def reduced_after_the_last_input_gradient(case: Case):
     from megaaccum.upstream import fsdp2
     from tests.support.parity import gradient
 
-    fsdp2.WeightGrads.finish = lambda self: None
+    fsdp2.UnitWeightGrads.finish = lambda self: None
     return gradient(case)
 
 

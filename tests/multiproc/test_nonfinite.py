@@ -84,7 +84,7 @@ def test_where_the_backward_is_split():
 
 def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
-    from megaaccum.step.loss import post_total_weight
+    from megaaccum.step.world_sums import post_total_weight
 
     whole: list[tuple[float, int]] = []
 

@@ -10,7 +10,7 @@ import torch
 
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.data import pack
-from megaaccum.schedule.build import BUILT_IN
+from megaaccum.schedule.registry import BUILT_IN
 from tests.support.distance import relative_error
 from tests.support.parity import VOCAB, Case, Gradient, Rig, named, one_process
 

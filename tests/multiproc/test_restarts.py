@@ -68,7 +68,7 @@ def unchecked() -> Iterator[None]:
     """Nothing is compared between checkpoint and model; what the checkpoint lacks is passed over."""
     from megaaccum.checkpoint import pieces, save_load
 
-    covering = pieces.Stored.covering
+    covering = pieces.StoredPieces.overlapping
 
     def what_is_there(self: Any, wanted: Any) -> Any:
         if (wanted.name, wanted.kind) not in self._pieces:
@@ -82,7 +82,7 @@ def unchecked() -> Iterator[None]:
     with (
         patch.object(pieces, "check_fit", lambda *args, **keys: None),
         patch.object(save_load, "_check_size", lambda *args: None),
-        patch.object(pieces.Stored, "covering", what_is_there),
+        patch.object(pieces.StoredPieces, "overlapping", what_is_there),
     ):
         yield
 

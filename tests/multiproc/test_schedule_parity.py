@@ -8,7 +8,7 @@ from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, build, write_csv
 from megaaccum.schedule.actions import stage_map
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.pass_numbers import Problem
 from megaaccum.schedule.validate import receives
 from tests.support.distance import cells, check, one_process_reference, problems
 from tests.support.parity import SYNC_MODES, Case, Rig

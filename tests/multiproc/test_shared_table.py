@@ -10,7 +10,7 @@ from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, write_csv
 from megaaccum.schedule.actions import stage_map
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.pass_numbers import Problem
 from tests.support.parity import Case, Rig
 
 LAYOUT = "--pipeline_model_parallel_size 2 --grad_accum_steps 1 --num_chunks 6 --schedule table.csv"

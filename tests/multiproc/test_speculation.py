@@ -159,9 +159,9 @@ def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
 
 def in_pairs(case: Case) -> tuple[int, int, bool]:
     """`compared`, with the sums in pairs that larger worlds make."""
-    from megaaccum.distributed import pairs
+    from megaaccum.distributed import host_all_reduce
 
-    with patch.object(pairs, "RING_UP_TO", 1):
+    with patch.object(host_all_reduce, "RING_UP_TO", 1):
         return compared(case, POISONS)
 
 

@@ -8,7 +8,7 @@ from megaaccum import Plan
 from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.errors import ConfigError, ScheduleError
 from megaaccum.schedule import build
-from megaaccum.schedule.build import BUILT_IN
+from megaaccum.schedule.registry import BUILT_IN
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODES = [("deepspeed", "resident"), ("deepspeed", "streaming"), ("fsdp2", "resident"), ("fsdp2", "streaming"),

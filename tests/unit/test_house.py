@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megaaccum
-from megaaccum.schedule.build import BUILT_IN, entry
+from megaaccum.schedule.registry import BUILT_IN, entry
 
 ROOT = Path(megaaccum.__file__).parent
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import Config
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
-from megaaccum.schedule.build import by_executor
+from megaaccum.schedule.registry import by_executor
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """The modules that selective recompute may name (megatron-core 0.19, GPT)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.stage_layout import layout_problems, parse_layout
 from megaaccum.errors import ScheduleError, either, nearest_divisors, nearest_multiples
-from megaaccum.schedule.build import by_executor, entry
+from megaaccum.schedule.registry import by_executor, entry
 
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megaaccum.config.keys import names_where
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import Config
-from megaaccum.schedule.build import by_executor
+from megaaccum.schedule.registry import by_executor
 
 
 def one_loss_scale(subject: Subject) -> Iterator[str]:

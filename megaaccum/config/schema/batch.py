@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megaaccum.config.facts import Facts
-from megaaccum.schedule.build import BUILT_IN
+from megaaccum.schedule.registry import BUILT_IN
 
 if TYPE_CHECKING:
     ScheduleName = str

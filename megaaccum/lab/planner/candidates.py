@@ -13,7 +13,8 @@ from megaaccum.errors import ConfigError, either, nearest_multiples
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.pipeline import is_simulated
 from megaaccum.lab.planner.stages import split_layers
-from megaaccum.schedule.build import BUILT_IN, interleaved_problems, is_v_shaped
+from megaaccum.schedule.builders import interleaved_problems
+from megaaccum.schedule.registry import BUILT_IN, is_v_shaped
 
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""

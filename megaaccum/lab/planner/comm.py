@@ -99,8 +99,8 @@ def all_reduce(num_bytes: Any, group: Group, links: Links) -> Any:
 
 
 def copies(group: Group, topk: int = 1, *, once: bool = False) -> tuple[Any, Any]:
-    """Copies of a token that go to (other ranks of its node, other nodes), if each of `topk` is for any rank: all of
-    them, or `once` for a rank, and beyond the node once for a node, that some are for."""
+    """Expected copies of a token that are sent (inside its node, to other nodes) if its `topk` experts are spread
+    evenly over the ranks. once: each rank, and each other node, receives one copy at most."""
     k = np.maximum(np.asarray(group.size, dtype=float), 1)
     nodes, here = np.maximum(1.0, k / group.per_node), np.asarray(group.per_node) - 1.0
     if not once:

@@ -20,9 +20,9 @@ from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
 from megaaccum.lab.search.search import search_order
 from megaaccum.pretrain.metrics.flops import expert_layers
-from megaaccum.schedule.build import build
 from megaaccum.schedule.memory import Memory
-from megaaccum.schedule.orders import Problem
+from megaaccum.schedule.pass_numbers import Problem
+from megaaccum.schedule.registry import build
 from megaaccum.schedule.simulate import simulate
 from megaaccum.units import amount
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaaccum.schedule.build import BUILT_IN
+from megaaccum.schedule.registry import BUILT_IN
 
 if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan

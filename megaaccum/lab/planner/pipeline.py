@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaaccum.lab.planner.layouts import SCHEDULES
-from megaaccum.schedule.build import build, by_executor, entry, is_v_shaped, names
 from megaaccum.schedule.memory import Memory
+from megaaccum.schedule.registry import build, by_executor, entry, is_v_shaped, names
 from megaaccum.schedule.simulate import Costs, simulate
 
 

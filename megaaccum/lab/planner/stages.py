@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.pretrain.metrics.flops import expert_layers
-from megaaccum.schedule.build import is_v_shaped
+from megaaccum.schedule.registry import is_v_shaped
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,3 @@
-"""Search for an order of passes and a cut of the layers, priced by a profile."""
+"""Search for an order of passes (`search`, `greedy`) and a cut of the layers (`cut`), priced by a `profile`; `bound`:
+how much better any could be.
+"""

@@ -25,7 +25,7 @@ from functools import cached_property
 
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.orders import Problem, earliest_starts
+from megaaccum.schedule.pass_numbers import Problem, earliest_starts
 from megaaccum.schedule.simulate import Costs
 
 

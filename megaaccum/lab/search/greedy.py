@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megaaccum.schedule.orders import F, I, Order, Problem, W
+from megaaccum.schedule.pass_numbers import F, I, Order, Problem, W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from megaaccum.lab.search.bound import bound_of
 from megaaccum.lab.search.greedy import greedy, greedy_keys
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY
-from megaaccum.schedule.orders import I, Order, Problem, W, Wave, justified, waves
+from megaaccum.schedule.pass_numbers import I, Order, Problem, W, Wave, justified, waves
 from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.schedule.validate import validate
 

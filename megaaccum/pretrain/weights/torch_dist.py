@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megaaccum.checkpoint.reader import listing
+from megaaccum.checkpoint.untrusted_reader import listing
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import open_regular
 from megaaccum.upstream import pytorch

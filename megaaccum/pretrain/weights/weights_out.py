@@ -14,8 +14,8 @@ from typing import Self
 import torch
 
 from megaaccum.checkpoint.folders import latest, read_progress
-from megaaccum.checkpoint.pieces import Cut, Piece, Stored
-from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.checkpoint.pieces import Cut, Piece, StoredPieces
+from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.checkpoint.whole import copy_runs
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError
@@ -63,7 +63,7 @@ class WholeCheckpoint:
         self._reader = CheckpointReader(folder, read_progress(folder).metadata_sha256)
         stored = self._reader.stored.items()
         sizes = {key: tensor.size for key, tensor in stored if not key.startswith(("rng/", _BUFFER))}
-        self._stored = Stored(sizes)
+        self._stored = StoredPieces(sizes)
         buffers = (key.removeprefix(_BUFFER) for key in self._reader.stored if key.startswith(_BUFFER))
         self._buffers = {name for name in buffers if not name.startswith("fp8/")}
         self._reader.check_files(sizes)
@@ -84,7 +84,7 @@ class WholeCheckpoint:
         shape = self._stored.shape(name) or ()
         wanted = Piece(name, "param", shape, Cut(torch.Size(shape).numel()), 0, torch.Size(shape).numel())
         whole: torch.Tensor | None = None
-        for piece, start, stop in self._stored.covering(wanted):
+        for piece, start, stop in self._stored.overlapping(wanted):
             part = self._reader.read([piece.key])[piece.key]
             if whole is None:
                 whole = torch.empty(shape, dtype=part.dtype)

@@ -388,7 +388,7 @@ def _load(path: Path, run: Run) -> None:
 
 def _only_tensors(path) -> bool:
     from megaaccum.checkpoint.folders import read_progress
-    from megaaccum.checkpoint.reader import CheckpointReader
+    from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 
     reader = CheckpointReader(path, read_progress(path).metadata_sha256)
     fp8 = {key for key in reader.stored if "amax_history" in key or "/scale_" in key}

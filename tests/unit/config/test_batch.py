@@ -10,7 +10,7 @@ import pytest
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
-from megaaccum.schedule.build import interleaved_problems
+from megaaccum.schedule.builders import interleaved_problems
 from tests.support import configs
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megaaccum.executor import p2p
 from megaaccum.executor.p2p import in_turn
-from megaaccum.schedule.build import build
+from megaaccum.schedule.registry import build
 from megaaccum.schedule.validate import sends
 
 

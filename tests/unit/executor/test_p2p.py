@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaaccum.executor.p2p import SMALL, Mail, _Outbox
-from megaaccum.schedule.build import build
+from megaaccum.schedule.registry import build
 
 PATIENCE = 20.0
 """Seconds until a test gives up waiting for a thread."""

@@ -5,7 +5,7 @@ import pytest
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule import Action, Pair, build, names, parse, read_csv, register, validate, write_csv
 from megaaccum.schedule import build as build_function
-from megaaccum.schedule.build import one_forward_one_backward
+from megaaccum.schedule.builders import one_forward_one_backward
 
 
 @pytest.mark.parametrize("text", ["0F3", "1I0", "1W0", "0B2", "12F1023", "(0F4;1B2)"])
@@ -82,7 +82,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 @pytest.fixture
 def registry():
-    from megaaccum.schedule.build import _REGISTRY
+    from megaaccum.schedule.registry import _REGISTRY
 
     before = dict(_REGISTRY)
     yield

@@ -12,7 +12,7 @@ from megaaccum.config.schema import ParallelConfig
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.planner import candidates, layouts, pipeline
 from megaaccum.schedule import Action, Costs, build, names, register, simulate, validate
-from megaaccum.schedule.build import BUILT_IN, by_executor, entry
+from megaaccum.schedule.registry import BUILT_IN, by_executor, entry
 from tests.support.configs import plan
 
 

@@ -10,7 +10,7 @@ import pytest
 from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import auto_schedule, sync_mode
-from megaaccum.schedule.build import entry
+from megaaccum.schedule.registry import entry
 from megaaccum.step import chunk_config
 from megaaccum.units import GIB
 from tests.support.check import run

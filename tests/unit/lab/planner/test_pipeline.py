@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaaccum.lab.planner import pipeline
-from megaaccum.schedule.build import build
+from megaaccum.schedule.registry import build
 
 CASES = [
     (name, pp, vpp, m)

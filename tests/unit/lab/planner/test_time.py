@@ -16,7 +16,7 @@ from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.memory import MemoryModel
 from megaaccum.lab.planner.time import Software, TimeModel
-from megaaccum.schedule.build import BUILT_IN, is_v_shaped
+from megaaccum.schedule.registry import BUILT_IN, is_v_shaped
 from megaaccum.units import GIB
 from tests.support.configs import plan
 

@@ -13,7 +13,7 @@ from megaaccum.lab.search.search import compare, proved, search_order
 from megaaccum.schedule import Action, Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.actions import stage_map
 from megaaccum.schedule.memory import Memory
-from megaaccum.schedule.orders import Problem, justified, waves
+from megaaccum.schedule.pass_numbers import Problem, justified, waves
 
 PROFILE = Profile(
     pattern="E" + "T" * 14 + "L",

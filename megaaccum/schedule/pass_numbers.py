@@ -1,4 +1,4 @@
-"""Orders of passes as flat numbers: quick to time, to change and to build, for searches that try thousands.
+"""Orders of passes as flat numbers, the encoding of the search: quick to time, to change and to build by the thousand.
 
 A pass is the number (kind * stages + stage) * micro-batches + micro-batch, with kinds F, I, W = 0, 1, 2; an order is a
 list of them per rank. Passes of one kind and stage are always in the order of micro-batches: these are alike, so that

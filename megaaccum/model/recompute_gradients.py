@@ -1,4 +1,6 @@
-"""Activation recompute in Megatron's layers, where its re-entrant checkpoints need help (megatron-core 0.19).
+"""Gradients of recomputed layers that Megatron's re-entrant checkpoints get wrong (megatron-core 0.19).
+
+Which micro-batch a recomputed forward belongs to is not decided here: see step/forward_step.py and step/seeds.py.
 
 Hooks receive whatever a module of Megatron's is called with: `Any`.
 """

@@ -1,4 +1,4 @@
-"""A sum over all ranks in host memory by messages between pairs of ranks, while the host does other things.
+"""All-reduce (sum) of a tensor in host memory by recursive doubling, on a background thread.
 
 gloo's all-reduce is a ring: 2 (n - 1) messages one after another, 2,046 on 1,024 ranks. Here every rank exchanges its
 sum with the rank 1, 2, 4, ... away: log2(n) messages one after another, 10 on 1,024 ranks, 2 more if n is no power of

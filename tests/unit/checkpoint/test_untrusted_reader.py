@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint
-from megaaccum.checkpoint.pieces import Cut, Piece, Stored
-from megaaccum.checkpoint.reader import CheckpointReader
+from megaaccum.checkpoint.pieces import Cut, Piece, StoredPieces
+from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.errors import CheckpointError
 
 KEY = "layer.weight/param/4x2/1:0of1/0:8"
@@ -218,22 +218,22 @@ def test_a_pipe_in_place_of_a_file_holds_nobody_up(tmp_path, name):
     ids=range(12),
 )  # fmt: skip
 def test_a_key_that_is_no_piece_is_refused(key):
-    with pytest.raises(CheckpointError, match="which is no piece"):
-        Stored({key: (8,)})
+    with pytest.raises(CheckpointError, match="holds an unknown tensor"):
+        StoredPieces({key: (8,)})
 
 
 def test_a_piece_of_another_size_is_refused():
     for size in ((), (7,), (4, 2)):
-        with pytest.raises(CheckpointError, match="which is no piece"):
-            Stored({KEY: size})
+        with pytest.raises(CheckpointError, match="holds an unknown tensor"):
+            StoredPieces({KEY: size})
 
 
 def test_a_kind_that_is_missing_or_cut_endlessly_is_damage():
     wanted = Piece("layer.weight", "exp_avg", (4, 2), Cut(8), 0, 8)
-    stored = Stored({KEY: (8,)})
+    stored = StoredPieces({KEY: (8,)})
     with pytest.raises(DamagedCheckpoint, match=r"lacks elements of layer\.weight \(exp_avg\)"):
-        stored.covering(wanted)
+        stored.overlapping(wanted)
     endless = f"layer.weight/exp_avg/{1 << 50}/1:0of{1 << 50}/0:1"
     with pytest.raises(DamagedCheckpoint, match="lacks elements"):
-        Stored({endless: (1,)}).covering(wanted)
-    assert stored.covering(Piece("layer.weight", "param", (4, 2), Cut(8), 2, 5)) == [(Piece.parse(KEY), 2, 5)]
+        StoredPieces({endless: (1,)}).overlapping(wanted)
+    assert stored.overlapping(Piece("layer.weight", "param", (4, 2), Cut(8), 2, 5)) == [(Piece.parse(KEY), 2, 5)]

@@ -25,7 +25,7 @@ from megaaccum.platform.files import open_regular
 from megaaccum.upstream import pytorch
 
 _MOST = 1 << 60
-"""A size, offset or length from here on is none."""
+"""Sizes, offsets and lengths of this value or above are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _stored(size: Any, info: Any) -> StoredTensor:
     numbers = (info.offset, info.length, *size)
     texts = (info.relative_path, info.sha256)
     if not all(type(number) is int and 0 <= number < _MOST for number in numbers) or set(map(type, texts)) != {str}:
-        raise ValueError("a number or a name in the entry of a tensor is none")
+        raise ValueError("the entry of a tensor has a number or a file name that is not valid")
     return StoredTensor(tuple(size), info.relative_path, info.offset, info.length, info.sha256)
 
 
