@@ -1,4 +1,4 @@
-"""What a step sums over all ranks: N (the weight, usually unmasked tokens) before it if the weights are known, and
+"""The sums of a step over all ranks: N (the weight, usually unmasked tokens) before it if the weights are known, and
 after it, in the all-reduce of the norm, the loss, the reports, and N if it was not known.
 
 Functions on a TrainStep and its OpenStep; `distributed/sums` makes the sums.
