@@ -38,8 +38,8 @@ MARK = "MEGAACCUM_KILLS"
 
 @dataclass(frozen=True)
 class Kill:
-    """One round: the signal, who got it, when (seconds after the start, or after its first step), the exit code and the
-    step that is saved."""
+    """One round: the signal ("none" if the run had ended before), who got it, when (seconds after the start, or after
+    its first step), the exit code and the step that is saved."""
 
     signal: str
     to: str
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             make_data(each)
         assert run_to_the_end(whole, args.steps) == 0, (whole / "output").read_text()
         choose, rounds, trial = random.Random(args.seed), [], Trial(args.steps, *phases(whole))
-        while len(rounds) < args.kills:
+        while kills(rounds) < args.kills:
             rounds.append(trial.kill_once(killed, choose))
             print(rounds[-1], flush=True)
             if rounds[-1].step == args.steps:  # it is done before all kills are: begin again, in the same folder
@@ -77,10 +77,15 @@ def main(argv: list[str] | None = None) -> int:
                 make_data(killed)
         code = run_to_the_end(killed, args.steps)
         same, left = outcome(killed) == outcome(whole), sum(each.orphans for each in rounds)
-    print(f"{len(rounds)} kills: exit code {code}, {'bit-equal' if same else 'NOT EQUAL'}, {left} orphans")
+    print(f"{kills(rounds)} kills: exit code {code}, {'bit-equal' if same else 'NOT EQUAL'}, {left} orphans")
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in rounds], indent=1) + "\n")
     return int(code != 0 or not same or left > 0)
+
+
+def kills(rounds: list[Kill]) -> int:
+    """The rounds in which a signal was sent to a run that was running."""
+    return sum(each.signal != "none" for each in rounds)
 
 
 def command(folder: Path, steps: int) -> list[str]:
@@ -132,6 +137,7 @@ class Trial:
             job.wait(after)
         ranks = [pid for pid in processes(mark) if pid != job.pid and is_leader(pid)]
         target = job.pid if to_launcher or not ranks else choose.choice(ranks)
+        kind = "none" if job.poll() is not None else signal.Signals(signum).name
         send(target, signum)
         try:
             job.wait(PATIENCE)
@@ -146,7 +152,7 @@ class Trial:
         current = latest(folder / "run" / "checkpoints")
         step = read_progress(current).step if current else 0
         name, moment = "launcher" if target == job.pid else "rank", "starting" if early else "training"
-        return Kill(signal.Signals(signum).name, name, moment, round(after, 2), job.returncode, step, len(left))
+        return Kill(kind, name, moment, round(after, 2), job.returncode, step, len(left))
 
 
 def phases(folder: Path) -> tuple[float, float]:

@@ -23,12 +23,18 @@ REPLACED = {"core_metric_every": "text_comparisons_every"}
 """Recipes' names for what is not done here, and the nearest key. Only 0, which switches them off, is accepted."""
 
 
-MEANT = REPLACED | {
-    "warmup_steps": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
-    "epochs": "train_iters", "num_epochs": "train_iters", "num_train_epochs": "train_iters", "num_steps": "train_iters",
-    "batch_size": "micro_batch_size", "num_gpus": "nproc_per_node",
-    "context_length": "seq_length", "block_size": "seq_length",
+_OF_OTHERS = {
+    "lr_warmup_iters": "warmup_steps num_warmup_steps lr_warmup_steps", "lr_decay_style": "lr_scheduler_type",
+    "train_iters": "epochs num_epochs num_train_epochs num_steps", "nproc_per_node": "num_gpus n_gpus ngpus nproc",
+    "micro_batch_size": "batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size", "seq_length": "context_length block_size", "hidden_size": "d_model n_embd",
+    "clip_grad": "grad_clip gradient_clipping max_grad_norm", "weight_decay": "wd", "zero_stage": "zero stage",
+    "grad_accum_steps": "gas accumulate_grad_batches", "params_dtype": "dtype precision torch_dtype",
+    "load": "resume resume_from_checkpoint", "init_from": "model_name_or_path", "data_path": "data dataset_path",
+    "save_interval": "save_steps", "eval_interval": "eval_steps", "log_interval": "logging_steps",
+    "recompute_granularity": "activation_checkpointing", "deterministic": "full_determinism",
 }  # fmt: skip
+MEANT = REPLACED | {name: key for key, names in _OF_OTHERS.items() for name in names.split()}
 """Names of other programs that mean nearly the same as a key; the spelling alone would lead elsewhere."""
 
 

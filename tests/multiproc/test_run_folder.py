@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -23,23 +24,28 @@ def whole(tmp_path_factory):
     return folder, losses(folder)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_of_two_jobs_one_runs_and_one_ends_with_one_message(whole, tmp_path, seconds):
-    make_data(tmp_path)
+def two_jobs(folder: Path, seconds: float, expected: list[float]) -> None:
+    """Start a job, and after `seconds` the same one in its folder: one runs, the other ends with one message."""
+    make_data(folder)
 
     def start(wait: float):
         time.sleep(wait)
-        return train(tmp_path, worker="takes_its_time")
+        return train(folder, worker="takes_its_time", train_iters=len(expected))
 
     with ThreadPoolExecutor() as pool:
         ended = sorted(pool.map(start, (0.0, seconds)), key=lambda each: each.code)
     assert [each.code for each in ended] == [0, 1], [each.output for each in ended]
     (error,) = ended[1].errors()
-    assert f"{tmp_path / 'run'} belongs to another run (process " in error and "Traceback" not in ended[1].output
-    assert losses(tmp_path) == whole[1]
-    records = [each for each in journal.lines(tmp_path / "run" / "log.jsonl") if each["kind"] == "start"]
+    assert f"{folder / 'run'} belongs to another run (process " in error and "Traceback" not in ended[1].output
+    assert losses(folder) == expected
+    records = [each for each in journal.lines(folder / "run" / "log.jsonl") if each["kind"] == "start"]
     assert len(records) == 1
-    assert (tmp_path / "run" / LOCK).read_text() == ""
+    assert (folder / "run" / LOCK).read_text() == ""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_of_two_jobs_one_runs_and_one_ends_with_one_message(whole, tmp_path, seconds):
+    two_jobs(tmp_path, seconds, whole[1])
 
 
 def test_planted_links_and_foreign_names_are_left_alone(whole, tmp_path):

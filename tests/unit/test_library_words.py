@@ -29,7 +29,11 @@ def test_a_plan_and_a_verdict_print_in_a_few_lines():
     assert fits(f"{verdict}", 3) and "Cannot be verified because its loss depends" in f"{verdict}"
 
 
-NEAR = {"warmup_steps": "lr_warmup_iters", "epochs": "train_iters", "num-gpus": "nproc_per_node"}
+NEAR = {
+    "warmup_steps": "lr_warmup_iters", "epochs": "train_iters", "num-gpus": "nproc_per_node",
+    "per-device-train-batch-size": "micro_batch_size", "max_grad_norm": "clip_grad", "eval_steps": "eval_interval",
+    "gas": "grad_accum_steps", "resume_from_checkpoint": "load", "dtype": "params_dtype",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEAR)

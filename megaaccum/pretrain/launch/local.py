@@ -180,7 +180,7 @@ class _Job:
             self.failed += sorted((process for process in ended if process.status != 0), key=self._time_of_error)
             if self.failed and deadline is None:
                 deadline = time.monotonic() + grace
-        self.ended_by_us = processes.end(self.ranks, grace=0)
+        self.ended_by_us = processes.end(self.ranks)
         # The cause first, not the rank that noticed it first: a killed rank wrote no time.
         self.failed.sort(key=self._lost_a_peer)
         self._report(sys.stderr)
@@ -279,7 +279,7 @@ class _Forwarding:
     def __exit__(self, *exc: object) -> None:
         for signum, handler in self.before.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
-        processes.end(self.job.ranks, grace=0)  # nothing is left unless an exception came through here
+        processes.end(self.job.ranks)  # nothing is left unless an exception came through here
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.job.forwarded is not None:

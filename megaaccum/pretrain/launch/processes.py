@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -273,47 +272,25 @@ def run_and_report(body: Callable[[], None], error_file: Path) -> int:
     return 0
 
 
-def wait(processes: Sequence[RankProcess], timeout: float | None, *, also: Sequence[int] = ()) -> list[RankProcess]:
-    """Reap and return the ranks that have ended since the last call, in the order of `processes`.
-
-    Returns as soon as one has ended, one of the file descriptors `also` is readable or closed, or `timeout` seconds
-    have passed.
-    """
+def wait(processes: Sequence[RankProcess], timeout: float) -> list[RankProcess]:
+    """Reap and return the ranks that have ended since the last call, in the order of `processes`. Returns as soon as
+    one has ended, or after `timeout` seconds."""
     poller = select.poll()
-    for process in processes:
-        if process.status is None:
-            poller.register(process.pidfd, select.POLLIN)
-    for fd in also:
-        poller.register(fd, select.POLLIN)
-    ready = {fd for fd, _ in poller.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))}
-    ended = [process for process in processes if process.status is None and process.pidfd in ready]
+    running = [process for process in processes if process.status is None]
+    for process in running:
+        poller.register(process.pidfd, select.POLLIN)
+    ready = {fd for fd, _ in poller.poll(math.ceil(timeout * 1000))}
+    ended = [process for process in running if process.pidfd in ready]
     for process in ended:
         process.reap()
     return ended
 
 
-def wait_all(processes: Sequence[RankProcess], timeout: float) -> bool:
-    """Wait up to `timeout` seconds until all have ended. Returns whether they have."""
-    deadline = time.monotonic() + timeout
-    while any(process.status is None for process in processes):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        wait(processes, left)
-    return True
-
-
-def end(processes: Sequence[RankProcess], *, grace: float) -> list[RankProcess]:
-    """End the ranks that still run: SIGTERM, and `grace` seconds later SIGKILL. Returns the ranks that had to be
-    ended."""
+def end(processes: Sequence[RankProcess]) -> list[RankProcess]:
+    """End the ranks that still run, at once. Returns them."""
     running = [process for process in processes if process.status is None]
-    if grace > 0:
-        for process in running:
-            process.send(signal.SIGTERM)
-        wait_all(running, grace)
     for process in running:
         process.kill()
     for process in running:
-        if process.status is None:
-            process.reap()
+        process.reap()
     return running

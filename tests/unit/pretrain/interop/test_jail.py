@@ -54,13 +54,19 @@ def refusal(run, *args) -> str:
     return str(caught.value)
 
 
+WALK_OUT = (  # of a root folder, whose current folder stays outside of the next one
+    '/usr/bin/python3 -c \'import os; os.mkdir("x"); os.chroot("x"); [os.chdir("..") for _ in range(99)];'
+    ' os.chroot("."); print(open(os.environ["HOME"] + "/.netrc").read())\''
+)
+
+
 @pytest.mark.parametrize(
     "reads",
     [
         "cat ~/.ssh/id_rsa", "cat ~/.netrc", "cat ./.ssh/id_rsa", "cat link", "cat linked/id_rsa", "cat ../.netrc",
         "cat /proc/1/root$HOME/.netrc", "cat /proc/$PPID/root$HOME/.netrc", "cat /proc/1/cwd/../.netrc",
         "chroot /proc/1/root cat $HOME/.netrc", "find / -xdev -name id_rsa -exec cat {} +",
-        "grep -rhs 'plante[d]' /megaaccum /tmp /root /home /var /run /mnt",
+        "grep -rhs 'plante[d]' /megaaccum /tmp /root /home /var /run /mnt", WALK_OUT,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("project", ["below home", "is home", "a repository around home"])
@@ -224,7 +230,7 @@ def test_twelve_files_of_64_mb_do_not_fill_the_disk(attack):
 def test_300_processes_are_too_many(attack):
     """The kernel limits those of an ordinary user, and the recorder those of root, whom the kernel exempts."""
     told = refusal(attack, f"for i in $(seq 300); do /bin/sleep 100 & done\nwait; {LAUNCH} x")
-    assert "more than 200 processes" in told or "did not end" in told
+    assert "more than 200 processes" in told or (os.geteuid() and "did not end" in told)
 
 
 def test_its_memory_is_limited(attack, monkeypatch):

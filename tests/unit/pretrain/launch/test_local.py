@@ -70,8 +70,8 @@ def test_ranks_that_do_not_end_are_ended(tmp_path):
         signal.pause()
 
     rank = processes.start(0, body, env={}, output=tmp_path / "out", error=tmp_path / "error")
-    assert not processes.wait_all([rank], 0.2)
-    assert processes.end([rank], grace=0.1) == [rank]
+    assert processes.wait([rank], 0.2) == []
+    assert processes.end([rank]) == [rank]
     assert rank.status == -signal.SIGKILL
 
 
@@ -81,7 +81,7 @@ def test_a_rank_has_its_own_environment_session_and_output(tmp_path):
         os.write(1, text.encode())  # sys.stdout is pytest's in this fork
 
     rank = processes.start(0, body, env={"MARK": "here"}, output=tmp_path / "out", error=tmp_path / "error")
-    assert processes.wait_all([rank], 30)
+    assert processes.wait([rank], 30) == [rank]
     assert rank.status == 0
     assert (tmp_path / "out").read_text() == "here True b''\n"
     assert "MARK" not in os.environ
@@ -96,7 +96,7 @@ def test_the_exit_handlers_of_the_parent_are_not_the_ranks(tmp_path):
     atexit.register(leave_a_file)
     try:
         rank = processes.start(0, lambda: None, env={}, output=tmp_path / "out", error=tmp_path / "error")
-        assert processes.wait_all([rank], 30)
+        assert processes.wait([rank], 30) == [rank]
     finally:
         atexit.unregister(leave_a_file)
     assert not (tmp_path / "left").exists()
