@@ -16,6 +16,7 @@ BY_NAME = (
     "fuzz",
     "experts",
     "expert_reduction",
+    "exchanges",
     "hostile",
     "restarts",
     "kills",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.executor.wgrad import defer
+from megaaccum.schedule.exchange import Layer, together
 
 if TYPE_CHECKING:
     from benchmarks.schedules import Setup
@@ -89,7 +90,7 @@ class _Wait(torch.autograd.Function):
 
 class Stage(torch.nn.Module):
     """One chunk. seconds: of its forward, input gradient and weight gradient, what it does itself included; one number
-    is for all three."""
+    is for all three. layers: of experts, whose exchanges a fused pair hides: it is run as a schedule plan."""
 
     def __init__(
         self,
@@ -97,8 +98,10 @@ class Stage(torch.nn.Module):
         processor: Processor | None = None,
         *,
         wait_for_weights: bool = True,
+        layers: tuple[Layer, ...] = (),
     ):
         super().__init__()
+        self.layers = layers
         self.seconds = seconds if isinstance(seconds, tuple) else (seconds,) * 3
         self.processor, self.wait_for_weights = processor or Processor(), wait_for_weights
         self._zero = torch.zeros(1, dtype=self.processor.dtype)
@@ -119,6 +122,42 @@ class Stage(torch.nn.Module):
         if x is None:
             x = torch.zeros(SEQ, BATCH, HIDDEN, dtype=self.processor.dtype, requires_grad=True)
         return self.processor.run(self.seconds[0], x, lambda: _Wait.apply(x, self))
+
+    def build_schedule_plan(self) -> _Plan:
+        return _Plan(self)
+
+
+class _Plan:
+    """A chunk's forward, run as Megatron-core's schedule plans are: alone, or with another micro-batch's backward."""
+
+    def __init__(self, stage: Stage):
+        self.stage, self.received, self.event = stage, stage.received, torch.cuda.Event()
+
+    @staticmethod
+    def run(
+        f: _Plan | None,
+        b_schedule_plan: _Plan | None = None,
+        b_grad: torch.Tensor | None = None,
+        post_forward: Callable | None = None,
+        post_backward: Callable | None = None,
+    ) -> torch.Tensor | None:
+        b = b_schedule_plan
+        stage = f.stage if f is not None else b.stage  # type: ignore[union-attr]
+        joint = together(*(() if each is None else each.stage.layers for each in (f, b)))
+        needs = [each for each in (f and f.received, b_grad) if each is not None]
+        latest = max(needs, key=lambda each: each.flatten()[0].item()) if needs else None
+        result = stage.processor.run(
+            joint.seconds, latest, lambda: torch.zeros(SEQ, BATCH, HIDDEN, dtype=stage.processor.dtype)
+        )
+        if b is not None:
+            defer(b.stage.weight, b.stage.weight_grad)
+            post_backward(result.clone(), b.stage.vp_stage)  # type: ignore[misc]
+        if f is None:
+            return None
+        output = result.requires_grad_()
+        if post_forward is not None:
+            post_forward(output, f.stage.vp_stage)
+        return output
 
 
 def megaaccum(setup: Setup) -> tuple[Callable[[], object], Spans]:
@@ -188,15 +227,22 @@ def _megatron_call(function: Callable, setup: Setup, processor: Processor) -> Ca
         overlap_p2p_comm=overlaps, batch_p2p_comm=not overlaps, deallocate_pipeline_outputs=True,
     )  # fmt: skip
     config.hidden_size, config.calculate_per_token_loss = HIDDEN, True
-    model = [Stage(seconds, processor) for seconds in setup.chunk_seconds(dist.get_rank())]
+    config.overlap_moe_expert_parallel_comm = setup.hides_exchanges
+    model = [
+        Stage(seconds, processor, layers=layers)
+        for seconds, layers in zip(
+            setup.chunk_seconds(dist.get_rank()), setup.chunk_layers(dist.get_rank()), strict=True
+        )
+    ]
     for chunk, stage in enumerate(model):
         stage.config, stage.model_type = config, ModelType.encoder_or_decoder  # type: ignore[assignment]
         stage.vp_stage = chunk if setup.chunks > 1 else None
     groups = _groups()
     communicator = P2PCommunicator(groups.pp, config)
 
-    def step(data_iterator, chunk):
-        return chunk(), lambda y: (y.sum(), torch.tensor(1, dtype=torch.int), torch.zeros(()))
+    def step(data_iterator, chunk, return_schedule_plan=False):
+        output = chunk.build_schedule_plan() if return_schedule_plan else chunk()
+        return output, lambda y: (y.sum(), torch.tensor(1, dtype=torch.int), torch.zeros(()))
 
     return lambda: function(
         forward_step_func=step, data_iterator=[None] * setup.chunks, model=model,

@@ -37,6 +37,7 @@ from megaaccum.lab.search.profile import even_cut, read_profile
 from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import Costs, Schedule, build, simulate, write_csv
+from megaaccum.schedule.exchange import Layer
 from megaaccum.schedule.pass_numbers import Problem
 from megaaccum.schedule.registry import entry
 
@@ -69,6 +70,9 @@ class Setup:
     by_stage: tuple[tuple[float, float, float], ...] | None = None
     """F, I and W of each stage instead, where these differ."""
 
+    layers: tuple[tuple[Layer, ...], ...] | None = None
+    """The layers of each stage, if they exchange tokens."""
+
     @property
     def chunks(self) -> int:
         return CHUNKS.get(self.schedule) or entry(self.schedule).chunks or 1
@@ -79,11 +83,20 @@ class Setup:
             return [(self.seconds / self.chunks,) * 3] * self.chunks
         return [self.by_stage[stage] for stage in self.plan().stages[rank]]
 
+    def chunk_layers(self, rank: int) -> list[tuple[Layer, ...]]:
+        """The layers of each of the rank's chunks; nothing where they exchange no tokens."""
+        return [() if self.layers is None else self.layers[stage] for stage in self.plan().stages[rank]]
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether fused pairs run as one."""
+        return self.layers is not None and self.plan().has_pairs
+
     def costs(self) -> Costs:
         if self.by_stage is None:
             return Costs.per_rank(*[self.seconds] * 3, chunks=self.chunks)
         forward, input_grad, weight_grad = zip(*self.by_stage, strict=True)
-        return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+        return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, layers=self.layers)
 
     def work(self) -> float:
         """Seconds of the busiest rank's passes."""

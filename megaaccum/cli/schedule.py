@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         row = searched if verdict.adopted else row
     if args.timeline:
         width = args.width or shutil.get_terminal_size((120, 40)).columns
-        print(text(row.schedule, row.simulation, width=width), end="\n\n")
+        print(text(row.schedule, row.simulation, width=width, costs=row.costs), end="\n\n")
     print(printable("\n".join([comparison(rows, barrier=args.barrier), *said, *refused])))
     _write(row, rows, args)
     return 0
@@ -97,7 +97,8 @@ def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
         _write_run(row, args)
     if args.png:
         others = [(each.schedule, each.simulation) for each in rows[:2] if args.search and each is not row]
-        drawn = figure(row.schedule, row.simulation, beside=others, bound=row.bound if args.search else None)
+        drawn = figure(row.schedule, row.simulation, beside=others, bound=row.bound if args.search else None,
+                       costs=row.costs)  # fmt: skip
         save(drawn, args.png)
         print(f"picture: {args.png}")
     if args.csv:
@@ -124,6 +125,8 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
         keys["pipeline_model_parallel_layout"] = layout_of_cut(read_profile(args.profile), row.cut)
     elif name == "interleaved":
         keys["virtual_pipeline_model_parallel_size"] = row.schedule.chunks
+    if row.costs.layers is not None and row.schedule.has_pairs:
+        keys["overlap_moe_expert_parallel_comm"] = True
     put(config, keys)
     args.write.parent.mkdir(parents=True, exist_ok=True)
     if not is_built_in:

@@ -149,7 +149,8 @@ class Flush:
             forwarded = passes.pair(at, back)
         self._forward_done(at, forwarded)
         self._backward_done(pair.backward)
-        self.weight_grad(pair.backward)
+        if pair.backward.kind == "B":
+            self.weight_grad(pair.backward)
         self._note(2)
 
     def _note(self, actions: int) -> None:

@@ -7,7 +7,8 @@ An action is one pass of one micro-batch through one of the rank's chunks. Kinds
     W  weight gradient of the backward
     B  full backward: I, then W
 
-A fused pair `(0F4;1B2)` is a forward and a backward that may overlap. Nothing here imports torch.
+A fused pair `(0F4;1B2)` is a forward and a backward that may overlap, or with `1I2` the backward's input gradient.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward of different micro-batches that may run at the same time; prints as `(0F4;1B2)`."""
+    """A forward, and a backward or its input gradient, of different micro-batches that may run at the same time; prints
+    as `(0F4;1B2)`."""
 
     forward: Action
     backward: Action
@@ -70,9 +72,9 @@ def parse(text: str) -> Item:
     if match := _PAIR.fullmatch(text):
         forward, backward = parse(match[1]), parse(match[2])
         if isinstance(forward, Action) and isinstance(backward, Action):
-            if forward.kind == "F" and backward.kind == "B":
+            if forward.kind == "F" and backward.kind in "BI":
                 return Pair(forward, backward)
-        raise ScheduleError(f"{text!r} is not a fused pair: it needs a forward first and a full backward second")
+        raise ScheduleError(f"{text!r} is not a fused pair: it needs a forward first and a backward (B or I) second")
     raise ScheduleError(f"{text!r} is not an action: write chunk, F, I, W or B, micro-batch, as in 0F3 or (0F4;1B2)")
 
 
@@ -128,6 +130,11 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is split into I and W, or two passes are fused."""
         return any(action.kind == "W" for rank in range(self.pp) for action in self.actions(rank))
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        """Whether some forward is fused with a backward."""
+        return any(len(item) == 2 for items in self.items for item in items)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The rank's passes, fused pairs taken apart, forward first."""

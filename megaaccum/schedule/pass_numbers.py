@@ -3,6 +3,9 @@
 A pass is the number (kind * stages + stage) * micro-batches + micro-batch, with kinds F, I, W = 0, 1, 2; an order is a
 list of them per rank. Passes of one kind and stage are always in the order of micro-batches: these are alike, so that
 in any order they can be renumbered to be.
+
+If stages exchange tokens (`Costs.layers`), an input gradient with a forward directly after it is a fused pair; the
+other way round they are two passes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 
 from megaaccum.errors import ScheduleError
-from megaaccum.schedule.actions import Action, Schedule
+from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+from megaaccum.schedule.exchange import together
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.simulate import Costs
 
@@ -52,6 +56,13 @@ class Problem:
             math.inf if limit is None else (limit - sum(self.memory.state[s] for s in held)) + TINY * limit
             for held in stages
         ]
+        layers = costs.layers or ()
+        self.pairs = {
+            (up, down): together(layers[up], layers[down]).seconds
+            for held in (stages if layers else ())
+            for up, down in product(held, held)
+        }
+        """Seconds of a fused pair, by the stage of its forward and that of its gradient; empty without exchanges."""
         self.seconds = [each for kind in self.durations for each in kind for _ in range(self.m)]
         self.rank_of = [owner[stage] for _ in range(3) for stage in range(self.num_stages) for _ in range(self.m)]
         # The pass of another stage that each pass waits for, and the one that waits for it (-1: none); seconds between.
@@ -68,6 +79,10 @@ class Problem:
         changes = [*held_by[0]], [d - a for a, d in zip(*held_by, strict=True)], [-d for d in held_by[1]]
         self.change = [each for kind in changes for each in kind for _ in range(self.m)]
 
+    def is_pair(self, this: int, then: int) -> bool:
+        """Whether pass `then`, directly after `this` on a rank, is fused with it."""
+        return bool(self.pairs) and self.per_kind <= this < 2 * self.per_kind and then < self.per_kind
+
     def number(self, kind: int, stage: int, microbatch: int) -> int:
         return (kind * self.num_stages + stage) * self.m + microbatch
 
@@ -78,23 +93,47 @@ class Problem:
         order: Order = []
         for rank, held in enumerate(self.stages):
             order.append([])
-            for kind, chunk, microbatch in schedule.actions(rank):
-                for half in "IW" if kind == "B" else kind:
-                    order[-1].append(self.number(_KINDS.index(half), held[chunk], microbatch))
+            for item in schedule.items[rank]:
+                passes = [
+                    self.number(_KINDS.index(half), held[chunk], microbatch)
+                    for kind, chunk, microbatch in ((item,) if isinstance(item, Action) else item)
+                    for half in ("IW" if kind == "B" else kind)
+                ]
+                if self.pairs and isinstance(item, Pair):
+                    passes[:2] = passes[1::-1]
+                order[-1] += passes
+        return order
+
+    def paired(self, order: Order) -> Order:
+        """`order` with each forward fused with the input gradient that follows it."""
+        order = [list(passes) for passes in order]
+        for passes in order:
+            at = 0
+            while at < len(passes) - 1:
+                this, then = passes[at : at + 2]
+                if self.is_pair(then, this) and this % self.m != then % self.m:
+                    passes[at : at + 2] = then, this
+                    at += 1
+                at += 1
         return order
 
     def schedule_of(self, order: Order, name: str) -> Schedule:
         """The table of `order`; an input gradient that its weight gradient follows at once is one full backward."""
         items = []
         for held, passes in zip(self.stages, order, strict=True):
-            actions: list[Action] = []
-            for this in passes:
+            actions: list[Item] = []
+            for at, this in enumerate(passes):
                 kind, rest = divmod(this, self.per_kind)
-                chunk, microbatch = held.index(rest // self.m), rest % self.m
-                if kind == W and actions and actions[-1] == ("I", chunk, microbatch):
-                    actions[-1] = Action("B", chunk, microbatch)
+                mine = Action(_KINDS[kind], held.index(rest // self.m), rest % self.m)  # type: ignore[arg-type]
+                before = actions[-1] if actions else None
+                if kind == F and isinstance(before, Action) and self.is_pair(passes[at - 1], this):
+                    actions[-1] = Pair(mine, before)
+                elif kind == W and before == mine._replace(kind="I"):
+                    actions[-1] = mine._replace(kind="B")
+                elif kind == W and isinstance(before, Pair) and before.backward == mine._replace(kind="I"):
+                    actions[-1] = before._replace(backward=mine._replace(kind="B"))
                 else:
-                    actions.append(Action(_KINDS[kind], chunk, microbatch))  # type: ignore[arg-type]
+                    actions.append(mine)
             items.append(tuple(actions))
         return Schedule(name=name, pp=self.pp, num_microbatches=self.m, stages=self.stages, items=tuple(items))
 
@@ -111,7 +150,9 @@ class Problem:
     def peak(self, passes: Sequence[int]) -> float:
         """The most that a rank with these passes holds at one time, `state` not counted."""
         held = most = 0.0
-        for this in passes:
+        for at, this in enumerate(passes):
+            if self.pairs and at + 1 < len(passes) and self.is_pair(this, passes[at + 1]):
+                most = max(most, held + self.change[passes[at + 1]])  # both at once
             held += self.change[this]
             if held > most:
                 most = held
@@ -125,6 +166,7 @@ class Problem:
         """When each pass ends (math.inf: never), and all passes that do, each after what it waits for."""
         seconds = seconds or self.seconds
         source, hop, target, rank_of = self.source, self.hop, self.target, self.rank_of
+        pairs, first, last = self.pairs, I * self.per_kind, W * self.per_kind
         ends, done = [-1.0] * len(seconds), []
         position, free = [0] * self.pp, [0.0] * self.pp
         ready, awaited = list(range(self.pp)), [-1] * self.pp
@@ -142,10 +184,28 @@ class Problem:
                     there += hop[this]
                     if there > now:
                         now = there
-                now += seconds[this]
+                other = -1
+                if pairs and first <= this < last and at + 1 < len(passes) and passes[at + 1] < first:
+                    other = passes[at + 1]
+                    needed = source[other]
+                    if needed >= 0:
+                        if ends[needed] < 0:
+                            awaited[rank] = needed
+                            break
+                        now = max(now, ends[needed] + hop[other])
+                    jitter = (seconds[this] + seconds[other]) / (self.seconds[this] + self.seconds[other])
+                    now += jitter * pairs[other // self.m, (this - first) // self.m]
+                    ends[other] = now
+                    done.append(other)
+                    at += 1
+                else:
+                    now += seconds[this]
                 ends[this] = now
                 done.append(this)
                 at += 1
+                if other >= 0 and target[other] >= 0 and awaited[rank_of[target[other]]] == other:
+                    awaited[rank_of[target[other]]] = -1
+                    ready.append(rank_of[target[other]])
                 fed = target[this]
                 if fed >= 0 and awaited[rank_of[fed]] == this:
                     awaited[rank_of[fed]] = -1

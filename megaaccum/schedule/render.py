@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import NAMES, Action, Schedule
-from megaaccum.schedule.simulate import Simulation, held
+from megaaccum.schedule.exchange import exchanges
+from megaaccum.schedule.simulate import Costs, Simulation, held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 COLOURS = {"F": "#4f83cc", "I": "#e0a030", "W": "#5fa55a", "B": "#d9804a"}
 """Colours of chunk 0 by kind; later chunks are drawn lighter."""
+EXCHANGES = {"D": "#7a3b8f", "C": "#c04f7f"}
+"""Colours of dispatch and combine, in the lane below a rank."""
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABELS = 1500
 """Above this many actions micro-batch numbers would only blacken the picture."""
@@ -25,12 +28,21 @@ MAX_LABELS = 1500
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def text(schedule: Schedule, simulation: Simulation, *, width: int = 120) -> str:
+def text(schedule: Schedule, simulation: Simulation, *, width: int = 120, costs: Costs | None = None) -> str:
     """A row per rank, `width` characters wide: each action as kind and micro-batch where that fits, then as its kind,
-    with small letters for odd chunks and dots for waiting."""
+    with small letters for odd chunks and dots for waiting. costs: with exchanges of tokens, a row more for their lane,
+    D and C."""
     label = max(len(f"rank {schedule.pp - 1}"), 6)
     scale = max(width - label - 1, 10) / simulation.makespan
-    rows = [f"rank {rank}".ljust(label) + " " + _row(schedule, simulation, rank, scale) for rank in range(schedule.pp)]
+    rows = []
+    for rank in range(schedule.pp):
+        rows.append(f"rank {rank}".ljust(label) + " " + _row(schedule, simulation, rank, scale))
+        if costs is not None and costs.layers is not None:
+            cells = ["."] * round(simulation.makespan * scale)
+            for each, (start, end) in exchanges(schedule, simulation, costs, rank):
+                first, stop = round(start * scale), round(end * scale)
+                cells[first:stop] = each.kind * (stop - first)
+            rows.append(" " * (label + 1) + "".join(cells))
     return "\n".join(rows)
 
 
@@ -77,9 +89,11 @@ def figure(
     *,
     beside: Sequence[tuple[Schedule, Simulation]] = (),
     bound: float | None = None,
+    costs: Costs | None = None,
 ) -> Figure:
     """The timeline, and below it what each rank holds over time. Needs no display. beside: further timelines on the
-    same axis, below the first. bound: a time that no order can end before, drawn as a line through all."""
+    same axis, below the first. bound: a time that no order can end before, drawn as a line through all. costs: those of
+    all timelines; with exchanges of tokens, whose lane is drawn below each rank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,7 +103,7 @@ def figure(
     FigureCanvasAgg(drawn)
     axes = drawn.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for lanes, (each, its) in zip(axes, shown, strict=False):
-        _draw_lanes(lanes, each, its)
+        _draw_lanes(lanes, each, its, costs)
         if beside:
             lanes.set_title(f"{each.name}: {its.makespan:g}", loc="left", fontsize=9)
         if bound is not None:
@@ -104,7 +118,7 @@ def figure(
     return drawn
 
 
-def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:
+def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation, costs: Costs | None) -> None:
     from matplotlib.patches import Patch
 
     labelled = sum(map(len, simulation.spans)) <= MAX_LABELS
@@ -118,11 +132,15 @@ def _draw_lanes(axes: Axes, schedule: Schedule, simulation: Simulation) -> None:
             )  # fmt: skip
             if labelled:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=6)
+        for each, (start, end) in () if costs is None else exchanges(schedule, simulation, costs, rank):
+            axes.barh(rank + 0.36, end - start, left=start, height=0.14, color=EXCHANGES[each.kind])
     axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
     axes.invert_yaxis()
     kinds = sorted({action.kind for rank in range(schedule.pp) for action in schedule.actions(rank)}, key="FIWB".index)
+    lane = {} if costs is None or costs.layers is None else {"dispatch": "D", "combine": "C"}
     axes.legend(
-        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+        + [Patch(color=EXCHANGES[kind], label=name) for name, kind in lane.items()],
         loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8,
     )  # fmt: skip
     axes.margins(x=0)

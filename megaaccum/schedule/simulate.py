@@ -7,10 +7,11 @@ into memory over time. The model: a rank does one action at a time, sends do not
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Pair, Schedule
+from megaaccum.schedule.exchange import Layer, together
 
 Durations = float | Sequence[float]
 """Seconds of one pass of one micro-batch through a stage: one number for all stages, or one per stage."""
@@ -31,11 +32,24 @@ class Costs:
     fused: Durations | None = None
     """A fused forward and backward, both of whose results are there at its end; by the forward's stage. None: forward,
     then backward, each result as soon as it is there."""
+    layers: tuple[tuple[Layer, ...], ...] | None = None
+    """The layers of each stage, if some exchange tokens between ranks (`schedule.exchange`), which `forward` and
+    `input_grad` then include. A fused pair takes as long as its two lanes; both results are there before the weight
+    gradient."""
 
     @classmethod
     def per_rank(cls, forward: float, input_grad: float, weight_grad: float, *, chunks: int, p2p: float = 0.0) -> Costs:
         """Durations of a rank's whole work on one micro-batch, spread evenly over its `chunks`."""
         return cls(forward=forward / chunks, input_grad=input_grad / chunks, weight_grad=weight_grad / chunks, p2p=p2p)
+
+    def computed(self) -> Costs:
+        """These costs without exchanges, as if all were hidden."""
+        if self.layers is None:
+            return self
+        hidden = [2 * sum(layer.exchange for layer in layers) for layers in self.layers]
+        forward, input_grad, _ = self.by_stage(len(hidden))
+        forward, input_grad = ([a - b for a, b in zip(each, hidden, strict=True)] for each in (forward, input_grad))
+        return replace(self, forward=forward, input_grad=input_grad, layers=None)
 
     def by_stage(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
         """F, I and W of each stage. Raises ScheduleError if they are given for another number of stages."""
@@ -92,6 +106,7 @@ class _Run:
         self.schedule, self.p2p, self.early_send = schedule, costs.p2p, early_send
         self.forward, self.input_grad, self.weight_grad = costs.by_stage(stages)
         self.fused = None if costs.fused is None else _each(costs.fused, stages)
+        self.layers = costs.layers
         slots = stages * schedule.num_microbatches
         # When the forward / the input gradient of (stage, micro-batch) is done; -1 is not yet.
         self.activation, self.gradient = [-1.0] * slots, [-1.0] * slots
@@ -125,7 +140,7 @@ class _Run:
         stages, m, last = self.schedule.stages[rank], self.schedule.num_microbatches, self.schedule.num_stages - 1
         spans, early, now = self.spans[rank], self.early_send, 0.0
         for item in self.schedule.items[rank]:
-            if len(item) == 2 and self.fused is not None:
+            if len(item) == 2 and (self.fused is not None or self.layers is not None):
                 now = yield from self._fused_pair(rank, item, now)
                 continue
             for kind, chunk, microbatch in item if len(item) == 2 else (item,):
@@ -149,9 +164,9 @@ class _Run:
                 spans.append((start, now))
 
     def _fused_pair(self, rank: int, pair: Pair, now: float) -> Generator[bool, None, float]:
-        """Start when the inputs of both are there, end both together; returns when."""
-        schedule, assumed = self.schedule, self.fused
-        assert assumed is not None
+        """Start when the inputs of both are there, end both together, with the backward's weight gradient; returns
+        when."""
+        schedule = self.schedule
         m, stages = schedule.num_microbatches, schedule.stages[rank]
         up, down = stages[pair.forward.chunk], stages[pair.backward.chunk]
         start = now
@@ -163,11 +178,17 @@ class _Run:
                 while table[at] < 0:
                     yield True
                 start = self._arrival(table[at], start, source, rank)
-        end = start + assumed[up]
+        if self.layers is not None:
+            end = start + together(self.layers[up], self.layers[down]).seconds
+        else:
+            assert self.fused is not None
+            end = start + self.fused[up]
         self.activation[up * m + pair.forward.microbatch] = self.gradient[down * m + pair.backward.microbatch] = end
         for fed in (up + 1, down - 1):
             if 0 <= fed < schedule.num_stages:
                 self._wake(fed)
+        if self.layers is not None and pair.backward.kind == "B":
+            end += self.weight_grad[down]
         self.spans[rank] += [(start, end), (start, end)]
         return end
 

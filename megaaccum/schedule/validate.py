@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaaccum.errors import ScheduleError
@@ -37,6 +38,11 @@ def validate(schedule: Schedule) -> Footprint:
     peaks = [_check_rank(schedule, rank) for rank in range(schedule.pp)]
     _check_progress(schedule)
     return Footprint(in_flight=tuple(live for live, _ in peaks), deferred=tuple(owed for _, owed in peaks))
+
+
+def pairs(schedule: Schedule) -> dict[int, Action]:
+    """The backward beside each forward of a fused pair, by the forward's id."""
+    return {id(item.forward): item.backward for items in schedule.items for item in items if len(item) == 2}
 
 
 def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
@@ -140,7 +146,8 @@ def receives(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
 
 def sends_needed(schedule: Schedule, rank: int, *, forward_only: bool = False) -> dict[tuple[str, Message], int]:
     """How many of the rank's sends come before each message (kind, (stage that sends, micro-batch)), which depends on
-    the last of them, over whatever ranks. forward_only: in a flush of forwards alone. The schedule is valid."""
+    the last of them, over whatever ranks. forward_only: in a flush of forwards alone. The schedule is valid. The
+    forward of a fused pair depends on the backward's input too."""
     queues = [
         iter([a for a in schedule.actions(r) if a.kind in ("F" if forward_only else "FIB")]) for r in range(schedule.pp)
     ]
@@ -150,16 +157,17 @@ def sends_needed(schedule: Schedule, rank: int, *, forward_only: bool = False) -
     """On each rank, the number of `rank`'s sends that its next action comes after."""
     made: dict[tuple[str, Message], int] = {}
     waiting = [*range(schedule.pp)]
+    beside = {} if forward_only else pairs(schedule)
     while waiting:
         here = waiting.pop()
         while (action := due[here]) is not None:
+            both = [action, *([beside[id(action)]] if id(action) in beside else [])]
+            sources = _sources(schedule, here, both)
+            if not all(source in made for source in sources):
+                break
+            latest[here] = max([latest[here], *(made[source] for source in sources)])
             kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
             stage = schedule.stage(here, action)
-            source = kind, (stage - step, action.microbatch)
-            if 0 <= stage - step <= last:
-                if source not in made:
-                    break
-                latest[here] = max(latest[here], made[source])
             if 0 <= stage + step <= last:
                 if here == rank and owner[stage + step] != rank:
                     sent += 1
@@ -170,55 +178,71 @@ def sends_needed(schedule: Schedule, rank: int, *, forward_only: bool = False) -
     return made
 
 
+def _sources(schedule: Schedule, rank: int, actions: Sequence[Action]) -> list[tuple[str, Message]]:
+    """The messages, from whatever rank, that these forwards and backwards of `rank` need."""
+    found: list[tuple[str, Message]] = []
+    for action in actions:
+        kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
+        stage = schedule.stage(rank, action) - step
+        if 0 <= stage < schedule.num_stages:
+            found.append((kind, (stage, action.microbatch)))
+    return found
+
+
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Let every rank do its actions until it waits; raise if some wait for ever."""
+    """Let every rank do its actions until it waits; raise if some wait for ever. A fused pair begins when the inputs of
+    both are there."""
     queues = [[*schedule.actions(rank)] for rank in range(schedule.pp)]
+    beside = pairs(schedule)
     m, last = schedule.num_microbatches, schedule.num_stages - 1
     forward, gradient = bytearray(m * (last + 1)), bytearray(m * (last + 1))
     position, ready = [0] * schedule.pp, list(range(schedule.pp))
     owner, waits = schedule.rank_of_stage, [False] * schedule.pp
+
+    def lacks(rank: int, action: Action) -> bool:
+        """Whether the action's input, or that of the backward beside it in a pair, is not there."""
+        kind, chunk, microbatch = action
+        stage = schedule.stages[rank][chunk]
+        if kind != "F":
+            return stage < last and not gradient[(stage + 1) * m + microbatch]
+        other = beside.get(id(action)) if beside else None
+        is_fed = not stage or forward[(stage - 1) * m + microbatch]
+        return not is_fed or (other is not None and lacks(rank, other))
+
     while ready:
         rank = ready.pop()
         stages, queue, at, waits[rank] = schedule.stages[rank], queues[rank], position[rank], False
-        while at < len(queue):
+        for at in range(position[rank], len(queue)):
             kind, chunk, microbatch = queue[at]
-            stage = stages[chunk]
-            here = stage * m + microbatch
-            if kind == "F":
-                if stage and not forward[here - m]:
-                    waits[rank] = True
-                    break
-                forward[here], feeds = 1, stage + 1
-            elif kind == "W":
-                at += 1
+            if kind == "W":
                 continue
-            else:
-                if stage < last and not gradient[here + m]:
-                    waits[rank] = True
-                    break
-                gradient[here], feeds = 1, stage - 1
-            at += 1
+            if lacks(rank, queue[at]):
+                waits[rank] = True
+                break
+            stage = stages[chunk]
+            done, feeds = (forward, stage + 1) if kind == "F" else (gradient, stage - 1)
+            done[stage * m + microbatch] = 1
             if 0 <= feeds <= last and waits[owner[feeds]]:
                 waits[owner[feeds]] = False
                 ready.append(owner[feeds])
+        else:
+            at = len(queue)
         position[rank] = at
     if any(waits):
-        raise ScheduleError(_deadlock(schedule, queues, position))
+        raise ScheduleError(_deadlock(schedule, queues, position, beside))
 
 
-def _deadlock(schedule: Schedule, queues: list[list[Action]], position: list[int]) -> str:
+def _deadlock(schedule: Schedule, queues: list[list[Action]], position: list[int], beside: dict[int, Action]) -> str:
     """Who waits for whom, rank by rank."""
     lines = [f"schedule {schedule.name} cannot end: every rank that is not done waits for another"]
     for rank, queue in enumerate(queues):
-        if position[rank] == len(queue):
-            continue
-        action = queue[position[rank]]
-        stage = schedule.stage(rank, action)
-        other = stage - 1 if action.kind == "F" else stage + 1
-        owner = schedule.rank_of_stage[other]
-        needed = Action("F" if action.kind == "F" else "I", schedule.stages[owner].index(other), action.microbatch)
-        lines.append(f"rank {rank} waits in {action.describe()} for {needed} of rank {owner}")
+        action = queue[position[rank]] if position[rank] < len(queue) else None
+        for each in filter(None, (action, beside.get(id(action)))):
+            for _, (other, microbatch) in _sources(schedule, rank, [each]):
+                owner = schedule.rank_of_stage[other]
+                needed = Action("F" if each.kind == "F" else "I", schedule.stages[owner].index(other), microbatch)
+                lines.append(f"rank {rank} waits in {each.describe()} for {needed} of rank {owner}")
     return "\n".join(lines)

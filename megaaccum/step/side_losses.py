@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megaaccum.platform import cpu
 from megaaccum.step.loss import Divisor
 from megaaccum.step.microbatches import Microbatches
+from megaaccum.upstream import megatron
 
 
 class SideLosses:
@@ -33,8 +34,14 @@ class SideLosses:
         configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
         self._configs = list(configs.values())
         self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
+        self._weighs = any(
+            getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        )
         self._predicts = any(getattr(config, "mtp_num_layers", None) for config in self._configs)
+        if self._predicts and any(getattr(config, "context_parallel_size", 1) > 1 for config in self._configs):
+            megatron.weigh_predictions_over_cp()
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
+        self._expected, self._count = 0.0, 0  # of the step's micro-batches on this rank whose weight is not known
         self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
         self._batch: Microbatches | None = None
 
@@ -42,6 +49,7 @@ class SideLosses:
         """Take the divisor and the loss scale of a step's backwards."""
         self._divisor, self._loss_scale = divisor, loss_scale
         self._mean_weight = (divisor.total or 1.0) / max(divisor.num_microbatches, 1)
+        self._expected, self._count = 0.0, 0
         self._scalars.clear()
         # Megatron keeps the first scale that it is ever given, and copies later ones into it.
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, dtype=torch.float64, device=cpu.device())
@@ -51,12 +59,26 @@ class SideLosses:
         self._batch = batch if self._balances or self._predicts else None
         if self._batch is None:
             return
+        if self._divisor.total is None and batch.weights is None and self._weighs:
+            real = [index for index in range(len(batch)) if index not in batch.dummies]
+            self._expected += sum(map(batch.expected_weight, real))
+            self._count += len(real)
         first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
         balance = self._scalar(self.balance_scale(batch, first), cpu.device())
         prediction = self._scalar(self.prediction_scale(batch, first), cpu.device())
         for config in self._configs:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
+
+    def note(self, total: float) -> str:
+        """By how much the coefficients of balancing and z losses were off in a step whose weight, of this rank's share,
+        was `total` and not known before; empty if they were not."""
+        if not self._count or not total or abs(self._expected / total - 1) < 0.01:
+            return ""
+        return (
+            f"balancing and z losses weighed {self._expected / total:.3g} times their coefficients, as N was not known"
+            f" before the backward: give weights or total_weight, or expected_tokens {total / self._count:.4g}"
+        )
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Set the scales of a micro-batch if they are not those of the others."""

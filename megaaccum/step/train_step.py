@@ -320,7 +320,9 @@ class TrainStep:
             bad=verdict.bad,
             loss_scale=self.backend.loss_scale,
             sanitized=verdict.num_zeroed + verdict.num_dropped,
-            note=". ".join(filter(None, (opened.note, verdict.note))),
+            note=". ".join(
+                filter(None, (opened.note, verdict.note, self.side_losses.note(verdict.weight / self.groups.dp.size())))
+            ),
             stop=stop,
             reports=verdict.reports | world_sums.noise_report(self, verdict),
             per_microbatch=self.reports.per_microbatch(opened.tally),

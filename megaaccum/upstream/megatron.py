@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -136,6 +137,42 @@ def scales_side_losses(config: Any) -> bool:
     attention = "experimental_attention_variant"
     keys = ("num_moe_experts", "mtp_num_layers", attention, f"{attention}_loss_scale_func")
     return any(getattr(config, key, None) is not None for key in keys)
+
+
+def weigh_predictions_over_cp() -> None:
+    """Have Megatron weigh the loss of prediction layers by the tokens of whole micro-batches where sequences are cut
+    over ranks. Its factor, unmasked tokens before a shift over those after it, is of a rank's own part (megatron-core
+    0.19: process_mtp_loss), so that the gradient would depend on the cut."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer import multi_token_prediction as prediction
+
+    process, roll, logger = prediction.process_mtp_loss, prediction.roll_tensor, prediction.MTPLossLoggingHelper
+    if gpt_model.process_mtp_loss is not process:
+        return  # done before
+    note = logger.save_metrics_to_tracker
+
+    def over_cp(*, config: Any, labels: Any, loss_mask: Any, cp_group: Any = None, **given: Any) -> Any:
+        if cp_group is None or cp_group.size() == 1 or labels is None or not config.calculate_per_token_loss:
+            return process(config=config, labels=labels, loss_mask=loss_mask, cp_group=cp_group, **given)
+
+        def summed(count: torch.Tensor) -> torch.Tensor:
+            torch.distributed.all_reduce(count, group=cp_group)
+            return count
+
+        def rolled(tensor: Any, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            moved, count = roll(mask if tensor is whole else tensor, **keys)
+            return moved, summed(count) if moved.is_floating_point() else count
+
+        def logged(loss: torch.Tensor, *rest: Any, **keys: Any) -> None:
+            note(loss * cp_group.size(), *rest, **keys)  # it takes the mean over ranks of sums / all tokens
+
+        mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+        mask = mask if mask.is_floating_point() else mask.float()
+        whole = SimpleNamespace(sum=lambda: summed(mask.sum()))  # all that is asked of it before it is rolled
+        with replaced(prediction, roll_tensor=rolled), replaced(logger, save_metrics_to_tracker=logged):
+            return process(config=config, labels=labels, loss_mask=whole, cp_group=cp_group, **given)
+
+    gpt_model.process_mtp_loss = over_cp
 
 
 def reduce_scatter(reduce_scatter: Callable[..., Any] | None = None) -> None:

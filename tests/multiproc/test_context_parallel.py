@@ -67,6 +67,21 @@ def test_side_losses_of_cut_sequences():
     )
 
 
+PREDICTION = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 2 --mtp_loss_scaling_factor 0.5 "
+
+
+def test_prediction_layers_of_cut_sequences():
+    """Megatron's factor for tokens that a shift loses is then of a rank's own part."""
+    check([Case(2, CP + SPLIT, PREDICTION + f"--loss_norm {norm} ", "fp64") for norm in NORMS])
+    check(
+        [
+            Case(4, CP + PP + SPLIT + "--schedule dualpipev", PREDICTION, "fp64"),
+            Case(4, CP + PP + SPLIT + "--sync streaming", PREDICTION),
+            Case(4, CP + TP + SPLIT + "--backend fsdp2", PREDICTION),
+        ]
+    )
+
+
 MEANS = Case(2, CP + SPLIT, SHORT + "--loss_norm microbatch")
 
 

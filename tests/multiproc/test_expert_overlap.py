@@ -7,7 +7,12 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.lab.search.profile import LayerCost, Profile
+from megaaccum.lab.search.search import search_order
 from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.schedule import build, write_csv
+from megaaccum.schedule.actions import Item, Pair
+from megaaccum.schedule.pass_numbers import Problem
 from tests.support.distance import check
 from tests.support.parity import Case, Rig, gradient
 
@@ -66,9 +71,6 @@ def watched(at: Case) -> tuple[dict[str, torch.Tensor], list[tuple[bool, bool]]]
 
 
 def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
-    from megaaccum.schedule import build
-    from megaaccum.schedule.actions import Pair
-
     table = build("dualpipev", pp=2, num_microbatches=8)
     apart = run_ranks(watched, 4, case("dualpipev", overlap=False), timeout=60)
     together = run_ranks(watched, 4, case("dualpipev"), timeout=60)
@@ -78,6 +80,32 @@ def test_pairs_of_the_table_are_interleaved_and_change_no_bit():
         assert seen.count((True, True)) == pairs * 2, "two layers in every chunk"
         assert seen.count((True, False)) == seen.count((False, True)) == (16 - pairs) * 2
         assert all(torch.equal(plain[name], interleaved[name]) for name in plain)
+
+
+def test_a_searched_table_with_the_all_to_all_in_it(tmp_path):
+    """A search that knows the exchanges pairs passes, and its table, also with weight gradients after their pair, has
+    the gradient of one process."""
+    table = build("dualpipev", pp=2, num_microbatches=8)
+    layer = LayerCost(forward=4.0, input_grad=4.0, weight_grad=2.0, exchange=0.5)
+    costs = Profile(pattern="X" * 8, kinds={"X": layer}).costs((2, 2, 2, 2))
+    problem = Problem(costs, stages=table.stages, num_microbatches=8)
+    found = search_order(problem, start=[table], iterations=1000).schedule
+    rows = [[part for item in rank for part in split(item)] for rank in found.items]
+    pairs = [item for rank in rows for item in rank if isinstance(item, Pair)]
+    assert len(pairs) > 8
+    assert {pair.backward.kind for pair in pairs} == {"I"}
+    path = tmp_path / "searched.csv"
+    write_csv(replace(found, items=tuple(map(tuple, rows))), path)
+    at = case("dualpipev")
+    check([replace(at, layout=at.layout.replace("dualpipev", str(path)))])
+
+
+def split(item: Item) -> list[Item]:
+    """A pair, with the weight gradient of its backward after it."""
+    if not isinstance(item, Pair) or item.backward.kind == "I":
+        return [item]
+    back = item.backward
+    return [item._replace(backward=back._replace(kind="I")), back._replace(kind="W")]
 
 
 def interleaving_flushes(at: Case) -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import delays, steps
+from benchmarks import delays, exchanges, steps
 from benchmarks.schedules import Setup, main
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.lab.verification.testing import run_ranks
@@ -51,6 +51,17 @@ def test_stretched_stages_of_a_profile(tmp_path, capsys):
         simulated[times] = [each["simulated"] for each in report["results"]]
     assert simulated[2] == pytest.approx([2 * seconds for seconds in simulated[1]])
     assert simulated[1][0] > simulated[1][2]
+
+
+def test_orders_with_and_without_the_all_to_all(tmp_path, capsys):
+    """Stages run both tables, fused pairs as one pass of two lanes; nothing is faster than its schedule."""
+    command = f"--pp 2 --microbatches 4 --repeat 1 --stretch 0.005 --iterations 200 --json {tmp_path}/r.json"
+    assert exchanges.main(command.split()) == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert all(each["wall"] >= 0.005 * each["simulated"] * 0.999 for each in rows)
+    without, aware = (each["simulated"] for each in rows[:2])
+    assert aware < without
+    assert "faster simulated" in capsys.readouterr().out
 
 
 def test_a_device_runs_what_was_launched_one_after_the_other(monkeypatch):

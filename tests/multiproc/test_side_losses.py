@@ -13,6 +13,7 @@ import pytest
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import cells, one_process_reference, problems, problems_with, relative_error
+from tests.support.engines import Calls, all_in_calls
 from tests.support.faults import Fault
 from tests.support.parity import Case, Rig, gradients
 
@@ -27,6 +28,9 @@ LAYOUTS = [
     "--grad_accum_steps 2 --pp_microbatches 4 --flush per_round",
     "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4",
 ]
+ACCUMULATED = "--grad_accum_steps 2 --pp_microbatches 4"
+PIPELINE = "--pipeline_model_parallel_size 2 --pp_microbatches 8"
+TP, EP = "--tensor_model_parallel_size 2 --sequence_parallel", "--expert_model_parallel_size 2"
 
 
 TWO = MOE.replace(
@@ -81,7 +85,11 @@ GLOBAL = MOE.replace("--moe_aux_loss_coeff", "--moe_router_load_balancing_type g
 
 def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
     """Its statistics cover all ranks' tokens, so with one micro-batch on each rank it is the full global batch's."""
-    layouts = ["", "--backend ddp", "--micro_batch_size 2 --tensor_model_parallel_size 2 --sequence_parallel"]
+    layouts = [
+        "", "--backend ddp", "--expert_model_parallel_size 4", "--micro_batch_size 2 --context_parallel_size 2",
+        f"--micro_batch_size 2 {TP}", f"--micro_batch_size 2 {TP} {EP} --expert_tensor_parallel_size 1",
+        f"--micro_batch_size 2 {PIPELINE} {EP} --allow_underfilled_pipeline --pp_microbatches 1",
+    ]  # fmt: skip
     cases = [Case(4, "--pp_microbatches 1 " + layout, GLOBAL) for layout in layouts]
     exact, near = (one_process_reference(GLOBAL + "--micro_batch_size 4 ", 4, lane) for lane in ("fp64", "fp32"))
     by_rank = run_ranks(gradients, 4, cases, timeout=60)
@@ -90,10 +98,6 @@ def test_global_balancing_weighs_the_same_at_any_data_parallel_size():
 
 
 MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
-
-
-ACCUMULATED = "--grad_accum_steps 2 --pp_microbatches 4"
-PIPELINE = "--pipeline_model_parallel_size 2 --pp_microbatches 8"
 
 
 @cells(
@@ -122,6 +126,24 @@ def test_multi_token_prediction(case, parity):
 def test_multi_token_prediction_of_a_mean_over_microbatches(case, parity):
     """Its loss is a mean over a micro-batch's tokens then, as the main loss is, whatever their number."""
     parity(case)
+
+
+SEQUENCE = MOE.replace("--moe_aux_loss_coeff", "--moe_router_load_balancing_type seq_aux_loss --moe_aux_loss_coeff")
+SPREAD = {
+    "zbv": f"{PIPELINE} --schedule zbv {EP}",
+    "dualpipev": f"{PIPELINE} --schedule dualpipev {EP} --context_parallel_size 2",
+    "interleaved": f"{PIPELINE} --virtual_pipeline_model_parallel_size 2 {TP} --backend megatron",
+    "zb-h1": f"{PIPELINE} --schedule zb-h1 {TP} {EP} --expert_tensor_parallel_size 1 --backend fsdp2",
+}
+
+
+def test_a_coefficient_means_the_same_if_the_divisor_comes_last():
+    """With `expected_tokens` that are those of a micro-batch on average, under every way to spread experts."""
+    late = Calls((4, 4), known="expected")
+    cells = [(Case(4, way, model), late) for way, model in zip(SPREAD.values(), (MOE, SEQUENCE, TWO, MOE), strict=True)]
+    by_rank = run_ranks(all_in_calls, 4, cells, timeout=120)
+    for (case, _), ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
+        assert problems(case, list(ranks)) == []
 
 
 def with_another_scale(cases: list[Case], factor: float) -> list:

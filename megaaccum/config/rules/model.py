@@ -173,16 +173,8 @@ def recompute_modules(subject: Subject) -> Iterator[str]:
 
 
 def prediction(subject: Subject) -> Iterator[str]:
-    """Multi-token prediction shifts positions, which a learned table does not follow (Megatron-LM refuses it too). Its
-    loss is weighted by the unmasked tokens of each context-parallel rank, so the cut would change the gradient
-    (megatron-core 0.19: process_mtp_loss)."""
-    model, cp = subject.model, subject.parallel.context_parallel_size
-    if model.mtp_num_layers and cp > 1:
-        yield (
-            f"mtp_num_layers {model.mtp_num_layers} with context_parallel_size {cp}: Megatron-core weighs the"
-            " prediction loss by each context-parallel rank's own tokens, so that the gradient would depend on the cut."
-            " Set context_parallel_size to 1, or leave mtp_num_layers out."
-        )
+    """Multi-token prediction shifts positions, which a learned table does not follow (Megatron-LM refuses it too)."""
+    model = subject.model
     if model.mtp_num_layers and model.recompute_method == "uniform" and (model.recompute_num_layers or 1) > 1:
         yield (
             f"recompute_num_layers {model.recompute_num_layers} with mtp_num_layers {model.mtp_num_layers}:"

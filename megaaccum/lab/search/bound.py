@@ -208,20 +208,22 @@ class Bound:
 
 def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, limit: float | None = None) -> Bound:
     """The bound of all orders of a schedule's stages and micro-batches, with up to `limit` of `memory` on each rank.
-    Costs of fused pairs are not known to it."""
+    Costs of fused pairs are not known to it; an all-to-all counts as hidden."""
     assert costs.fused is None, "a fused pair is faster than its passes, by which the bound counts"
     limits = None if limit is None else (limit,) * schedule.pp
     return Bound(
-        stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs, memory=memory, limit=limits
-    )
+        stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs.computed(), memory=memory,
+        limit=limits,
+    )  # fmt: skip
 
 
 def bound_of(problem: Problem) -> Bound:
     """The bound of all orders of a search's problem."""
     limits = None if problem.limit is None else (problem.limit,) * problem.pp
     return Bound(
-        stages=problem.stages, num_microbatches=problem.m, costs=problem.costs, memory=problem.memory, limit=limits
-    )
+        stages=problem.stages, num_microbatches=problem.m, costs=problem.costs.computed(), memory=problem.memory,
+        limit=limits,
+    )  # fmt: skip
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:

@@ -13,6 +13,10 @@ Durations are seconds, the rest bytes: `activation` from a forward until its inp
 then until its weight gradient is done, `state` for parameters, gradients and optimizer. Bytes may be left out
 everywhere; memory is then counted in micro-batches of a whole rank. SimPipe's format (`pattern`, `forward_ms`,
 `backward_ms`, `weight_ms`) is read too.
+
+A layer with experts may have `exchange`, seconds of one all-to-all, of which its forward and its input gradient include
+two each, and `experts`, the share of their other seconds that lies between the two. Fused pairs hide what
+`schedule.exchange` says.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megaaccum.errors import ScheduleError
+from megaaccum.schedule.exchange import Layer
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.simulate import Costs
 from megaaccum.texts import parse_json, read_text
@@ -40,7 +46,7 @@ _SIMPIPE = {"forward": "forward_ms", "input_grad": "backward_ms", "weight_grad":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One micro-batch on one layer: seconds of its three passes, and bytes (module's docstring)."""
+    """One micro-batch on one layer: seconds of its three passes, bytes, and the all-to-all (module's docstring)."""
 
     name: str = ""
     forward: float
@@ -49,11 +55,20 @@ class LayerCost:
     activation: float = 0.0
     deferred: float = 0.0
     state: float = 0.0
+    exchange: float = 0.0
+    experts: float = 0.5
 
     @property
     def seconds(self) -> float:
         """Seconds of all three passes."""
         return self.forward + self.input_grad + self.weight_grad
+
+    @property
+    def lanes(self) -> Layer:
+        """Its compute and its all-to-all apart."""
+        computed = (self.forward - 2 * self.exchange, self.input_grad - 2 * self.exchange)
+        forward, input_grad = ((each * (1 - self.experts), each * self.experts) for each in computed)
+        return Layer(forward, input_grad, self.exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +95,11 @@ class Profile:
     def costs(self, cut: Cut, *, p2p: float = 0.0) -> Costs:
         """Durations of the stages of `cut`."""
         self.check_cut(cut)
-        return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p)
+        layers = None
+        if any(cost.exchange for cost in self.kinds.values()):
+            each = iter(layer.lanes for layer in self.layers)
+            layers = tuple(tuple(islice(each, count)) for count in cut)
+        return Costs(**{name: self._sums(cut, name) for name in _SECONDS}, p2p=p2p, layers=layers)
 
     def memory(self, cut: Cut, *, chunks: int) -> Memory:
         """Holdings of the stages of `cut`, `chunks` of them on a rank: bytes, or (where the profile knows none)
@@ -116,6 +135,11 @@ def _problems(profile: Profile) -> Iterator[str]:
             value = getattr(cost, name)
             if not 0 <= value <= 1e15:
                 yield f"profile: {name} of kind {kind} is {value}: give a number from 0 to 1e15"
+        if not (0 <= cost.exchange <= min(cost.forward, cost.input_grad) / 2 and 0 <= cost.experts <= 1):
+            yield (
+                f"profile: kind {kind} has exchange {cost.exchange} and experts {cost.experts}: give seconds of which"
+                " forward and input_grad include two each, and a share from 0 to 1"
+            )
         if not cost.seconds > 0:
             yield f"profile: kind {kind} takes no time at all: give forward, input_grad or weight_grad above 0"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.bound import bound_of
@@ -59,7 +59,12 @@ def search_order(
     """
     search = _Search(problem, random.Random(seed), iterations)
     order = search.run([problem.order_of(each) for each in start])
-    return proved(problem, order, name=name, tried=search.tried)
+    found = proved(problem, order, name=name, tried=search.tried)
+    for each in start if problem.pairs else ():  # an order fuses what follows each other, which a start may not
+        seconds, peaks = simulate(each, problem.costs, early_send=True).makespan, problem.memory.peaks(each)
+        if seconds < found.seconds and (problem.limit is None or max(peaks) <= problem.limit * (1 + TINY)):
+            found = replace(found, schedule=replace(each, name=name), seconds=seconds, peaks=peaks)
+    return found
 
 
 def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> SearchResult:
@@ -92,7 +97,8 @@ class _Search:
         if ways:
             orders.append(self.anneal_wave(ways[0][1], self.iterations // 4))
         orders = self._distinct(orders)
-        orders = self._distinct([*orders, *(justified(problem, order) for order in orders[:8]), *given])
+        orders = [*orders, *(justified(problem, order) for order in orders[:8]), *given]
+        orders = self._distinct([*orders, *(problem.paired(order) for order in (orders if problem.pairs else ()))])
         best = orders[0]
         starts, runs = orders[:4], 4
         for run in range(runs):
@@ -283,6 +289,8 @@ def compare(searched: Schedule, its: Costs, named: Schedule, others: Costs, *, s
     times = []
     for schedule, costs in ((searched, its), (named, others)):
         chance = random.Random(seed)
+        if not schedule.has_pairs:
+            costs = replace(costs, layers=None)  # nothing is fused, whatever follows each other
         problem = Problem(costs, stages=schedule.stages, num_microbatches=schedule.num_microbatches)
         order = problem.order_of(schedule)
         times.append([problem.time(order, _jittered(problem, schedule, chance)) for _ in range(SAMPLES)])

@@ -17,7 +17,7 @@ def test_torch_spelling_of_a_pair():
     assert parse("(0F4;1B2)OVERLAP_F_B") == Pair(Action("F", 0, 4), Action("B", 1, 2))
 
 
-@pytest.mark.parametrize("text", ["", "F3", "0X3", "0F", "(0F4)", "(0B4;1F2)", "(0F4;1I2)", "0F3 1F3"])
+@pytest.mark.parametrize("text", ["", "F3", "0X3", "0F", "(0F4)", "(0B4;1F2)", "(0F4;1W2)", "0F3 1F3"])
 def test_what_is_no_action(text):
     with pytest.raises(ScheduleError, match="not a"):
         parse(text)

@@ -51,3 +51,17 @@ def test_lengths_alone_give_each_micro_batch_its_scale(monkeypatch):
         sides.begin_backward(0, index)
         scale = float(MoEAuxLossAutoScaler.main_loss_backward_scale)  # type: ignore[arg-type]
         assert scale * tokens == pytest.approx(1 / 3, rel=1e-15)
+
+
+@pytest.mark.parametrize(("expected", "times"), [(None, "2 times"), (3.0, "1.5 times"), (2.0, "")])
+def test_a_step_says_by_how_much_its_coefficients_were_off(expected, times):
+    """Three micro-batches of four tokens, two of them unmasked, whose weights come last."""
+    sides = SideLosses([SimpleNamespace(config=SimpleNamespace(num_moe_experts=4, moe_z_loss_coeff=0.1))])  # type: ignore[list-item]
+    batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4] * 3, expected=expected)  # type: ignore[arg-type, return-value]
+    sides.begin_attempt(Divisor.at_commit(reduction_divisor=1), 1.0)
+    sides.begin_flush(batch)
+    note = sides.note(6.0)
+    assert (times in note and "expected_tokens 2" in note) if times else note == ""
+    sides.begin_attempt(Divisor.known(6.0, 3, reduction_divisor=1), 1.0)
+    sides.begin_flush(batch)
+    assert sides.note(6.0) == ""

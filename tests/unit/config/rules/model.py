@@ -70,12 +70,6 @@ BROKEN: list[Case] = [
     ),
     (
         "prediction",
-        2,
-        dict(mtp_num_layers=1, position_embedding_type="rope", context_parallel_size=2),
-        ["mtp_num_layers 1", "depend on the cut", "context_parallel_size to 1"],
-    ),
-    (
-        "prediction",
         1,
         dict(
             mtp_num_layers=1,

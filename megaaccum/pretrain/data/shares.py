@@ -1,4 +1,4 @@
-"""Each dataset's documents split into training and validation, and the check that each part holds a sample."""
+"""The documents of each pair that training and validation have, and whether they hold a sample."""
 
 from __future__ import annotations
 
