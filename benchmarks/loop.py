@@ -255,7 +255,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     from megaaccum.lab import advisor
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
-    from megaaccum.pretrain.training.run_log import open_log
+    from megaaccum.pretrain.training.open_log import open_log
 
     parts = _Parts(plan)
     log = open_log(plan, parts.data, advisor, start_step=0)

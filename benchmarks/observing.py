@@ -126,7 +126,7 @@ def _loop(plan):
     from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.metrics.ranks import Ranks
     from megaaccum.pretrain.training import training_run
-    from megaaccum.pretrain.training.run_log import open_log
+    from megaaccum.pretrain.training.open_log import open_log
 
     parts = _Parts(plan)
     log = open_log(plan, parts.data, advisor, start_step=0)

@@ -1,5 +1,6 @@
-"""Megatron's arguments: the verdicts on those that are neither a key of megaaccum's nor a field of Megatron's model
-configuration, and what those that concern the step mean, for `check` and for Megatron's own loop alike."""
+"""Verdicts on Megatron's arguments: which run, are noted or are refused (megatron_arguments.yaml), unless they are keys
+of megaaccum's or fields of Megatron's model configuration; and what those that concern the step mean. For `check` and
+for Megatron's own loop alike."""
 
 from __future__ import annotations
 

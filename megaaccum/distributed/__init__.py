@@ -1,3 +1,11 @@
-"""Ranks: `start` joins them, `groups` groups them, `agreement` keeps them together, `sums` adds over them; `rng` has
-their random states, `breadcrumbs` their notes for the watchdog.
+"""Ranks: joined, grouped, kept in agreement, added up over.
+
+| module | holds |
+| --- | --- |
+| `start`, `preload` | joins the ranks; prepares a process |
+| `groups` | process groups |
+| `agreement` | checks that ranks do the same, and raises on all |
+| `sums`, `host_all_reduce` | sums over ranks |
+| `rng` | random states of this process |
+| `breadcrumbs` | notes for the watchdog |
 """

@@ -1,5 +1,12 @@
 """Runs a schedule's table over Megatron chunks, in the calling convention of Megatron's schedules.
 
-`entry` is the door (`get_forward_backward_func`), `executor` runs a flush action by action, `passes` one micro-batch
-through one chunk, `wgrad` keeps weight gradients until their W, `p2p` sends and receives, `hooks` calls the backend.
+| module | holds |
+| --- | --- |
+| `entry` | `get_forward_backward_func`, the door |
+| `executor` | one flush, action by action: begin at `Flush.run` |
+| `passes` | one micro-batch through one chunk |
+| `wgrad` | weight gradients until their W |
+| `p2p` | messages: `Mail.receive` waits, `PipelineChannels` connects |
+| `hooks` | calls of the backend |
+| `timeline` | a flush as a trace |
 """

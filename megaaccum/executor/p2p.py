@@ -159,9 +159,9 @@ class Mail:
 
     members: global ranks of the pipeline. new_buffer: an empty tensor of a message's shape. needs: sends of this rank
     without which a message does not come (`schedule.validate.sends_needed`); its receive is posted after them. Over
-    NCCL a receive is a kernel: one that waited for a later pass of its own rank would wait for ever as soon as that
-    rank's host waits for its device, as CUDA does to load a kernel or to free memory. Nothing is lost, as the message
-    cannot come earlier. forward_only: activations alone.
+    NCCL a receive is a kernel: one that only a later pass of its own rank can complete deadlocks if the host waits for
+    the device meanwhile, as CUDA does to load a kernel or to free memory. Nothing is lost, as the message cannot come
+    earlier. forward_only: activations alone.
     """
 
     def __init__(

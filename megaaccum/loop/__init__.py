@@ -9,6 +9,12 @@ another framework that calls a schedule and `optimizer.step()`.
 
 On a machine without a GPU, import it before Megatron: it installs CPU stand-ins for Megatron's CUDA calls.
 `megaaccum.megatron_loop` is this module.
+
+| module | holds |
+| --- | --- |
+| `contract` | `wrap`: chunks and an optimizer as Megatron's loops drive them |
+| `pretrain` | Megatron-LM's `pretrain` |
+| `checkpoint` | Megatron's checkpoints of their state |
 """
 
 from megaaccum.distributed import preload

@@ -1,1 +1,9 @@
-"""Measurements of a step: seconds by phase, bytes between ranks, memory by kind."""
+"""Measurements of a step.
+
+| module | holds |
+| --- | --- |
+| `observer` | all of it for one step |
+| `phases`, `traffic`, `memory` | seconds, bytes between ranks, bytes held |
+| `nonfinite`, `norm_guard` | values that are not finite; norms that are far off |
+| `noise_scale`, `expert_loads` | the gradient noise scale; tokens of each expert |
+"""

@@ -1,7 +1,15 @@
-"""Pipeline schedules as data: `registry` builds one by name, `builders` and `v_half` make the tables, `validate` proves
-that they cannot deadlock, `simulate` prices and `render` draws them.
+"""Pipeline schedules as data. Everything that this package exports works without torch, so that a planner can call it
+for every candidate.
 
-Everything that this package exports works without torch, so that a planner can call it for every candidate.
+| module | holds |
+| --- | --- |
+| `actions`, `table` | a schedule as data; its CSV file |
+| `registry` | schedules by name: `build`, `register` |
+| `builders`, `v_half` | the built-in tables |
+| `validate` | the proof that a table cannot deadlock |
+| `simulate`, `memory`, `overlap` | its seconds, what it holds, the next flush's begin |
+| `pass_numbers` | orders as numbers, for the search |
+| `render` | its picture |
 """
 
 from megaaccum.schedule.actions import Action, Pair, Schedule, make_schedule, parse

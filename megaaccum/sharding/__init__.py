@@ -5,10 +5,11 @@
 | `base` | a backend: Megatron's five hooks, and what the step asks |
 | `deepspeed`, `streaming` | ZeRO-1, -2, -3 `resident`; ZeRO-3 `streaming` |
 | `fsdp2`, `megatron`, `ddp` | the other engines |
-| `experts`, `expert_turns`, `cold_experts` | ranks, order of reduction, and host memory of experts |
-| `reduction`, `fp32_sums` | sums over ranks, and into FP32 |
+| `experts`, `expert_turns`, `cold_experts` | ranks of experts, order of their reduction, their sums in host memory |
+| `reduction`, `fp32_sums` | sums over ranks; sums into FP32 on one rank |
 | `sum_tree`, `in_one_order` | sums in one order (`reproducible: layout`, `deterministic`) |
 | `ownership` | whole matrices on their owners (Muon) |
+| `released_linear` | a linear layer whose weight comes and goes |
 """
 
 from __future__ import annotations

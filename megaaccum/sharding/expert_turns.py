@@ -1,4 +1,4 @@
-"""When the gradients of experts are complete in a chunk's last backward, at the same place on every rank.
+"""Experts' gradients reduced in the same order on every rank, although ranks route tokens to different experts.
 
 An expert may see no token on a rank, so that its gradient does not come there, and which experts see none differs from
 rank to rank. Reductions that began as gradients come would begin in different orders. A backward goes through layers

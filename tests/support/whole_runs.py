@@ -262,7 +262,7 @@ def reads_slowly(argv: list[str]) -> int:
     from megaaccum.model import gpt_forward
     from megaaccum.observe import phases
     from megaaccum.pretrain.data import loader
-    from megaaccum.pretrain.metrics import log, receipts
+    from megaaccum.pretrain.metrics import receipts, run_log
     from megaaccum.pretrain.training import saver
 
     started = float(os.environ.get("TEST_LAUNCHED", LAUNCH))
@@ -277,7 +277,7 @@ def reads_slowly(argv: list[str]) -> int:
         return slow
 
     phases.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
-    log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
+    run_log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
     loader._Reader._sample = slowed(loader._Reader._sample, READ)
     gpt_forward.GptForwardStep.__call__ = slowed(gpt_forward.GptForwardStep.__call__, FORWARD)
     saver.Saver.save = slowed(saver.Saver.save, SAVE)

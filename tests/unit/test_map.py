@@ -73,6 +73,19 @@ def test_its_files_and_names_exist(answer):
     assert not missing
 
 
+TABLES = [path for path in (ROOT / "megaaccum").rglob("__init__.py") if "| module | holds |" in path.read_text("utf-8")]
+
+
+def test_packages_of_three_storeys_have_a_table():
+    assert len(TABLES) >= 18
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_a_package_says_what_each_of_its_modules_holds(path):
+    named = set(re.findall(r"`(\w+)`", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""))
+    assert {each.stem for each in path.parent.glob("*.py")} - {"__init__"} <= named
+
+
 def test_a_name_that_is_gone_is_found():
     (answer,) = answers("# Map\n\n## Who?\n\nA class.\n\n- `megaaccum/units.py`: `Nothing`, `gone.twice`\n")
     with pytest.raises(AssertionError, match=r"units\.py: Nothing"):

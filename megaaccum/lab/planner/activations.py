@@ -70,7 +70,7 @@ def tokens(model: ModelConfig, at: Layouts) -> Any:
 
 
 def whole_share(at: Layouts) -> Any:
-    """1 / (by how much what is not cut by tp is divided): 1/tp under sequence parallelism, else 1."""
+    """A tp rank's share of the tensors that tp leaves whole: 1/tp under sequence parallelism, else 1."""
     return np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
 
 

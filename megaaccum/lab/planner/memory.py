@@ -80,7 +80,7 @@ class MemoryModel:
     states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
     """By (ZeRO stage, index of the sync mode)."""
     buffer_bytes: float = 0.0
-    """Bytes of buffers whose size nothing decides."""
+    """Bytes of buffers of constant size."""
     bucket_elements: float = 0.0
     """Elements that are reduced together; a stage with fewer parameters fills less."""
     bucket_bytes: float = 0.0
@@ -190,8 +190,8 @@ class MemoryModel:
         return held, kinds
 
     def _bucket_copies(self, at: Layouts) -> Any:
-        """Copies of what a bucket holds while it crosses ranks. In one order for every layout, those are what is sent,
-        for each sum that the rank's run comes to, and what comes of all ranks' runs."""
+        """Copies of what a bucket holds while it crosses ranks. Under `reproducible: layout` a rank holds the
+        partial sums that it sends, and those that arrive from all ranks."""
         if not any(per.waiting for per in self.states.values()):
             return 1.0
         runs = zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True)

@@ -1,5 +1,5 @@
-"""Bytes that every sharding mode would move and hold on a plan's layout, and which of them fits: `sync: auto`, and the
-refusal of a mode that does not. Numbers alone: no torch, no process group, the same on every rank."""
+"""Chooses the sync mode for `sync: auto`, and refuses one that does not fit, by the bytes that each would move and
+hold. Numbers alone: no torch, no process group, the same on every rank."""
 
 from __future__ import annotations
 

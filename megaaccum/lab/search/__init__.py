@@ -1,3 +1,9 @@
-"""Search for an order of passes (`search`, `greedy`) and a cut of the layers (`cut`), priced by a `profile`; `bound`:
-how much better any could be.
+"""Search for an order of passes and a cut of the layers.
+
+| module | holds |
+| --- | --- |
+| `search`, `greedy` | orders of passes |
+| `cut` | layers of each stage |
+| `profile` | their costs |
+| `bound` | how much better any could be |
 """

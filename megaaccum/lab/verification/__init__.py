@@ -15,4 +15,6 @@
 | `borders` | what crosses the borders of stages |
 | `launched` | ranks that a launcher started |
 | `at_start` | two splits of a run's first step, on the run's ranks |
+| `subject`, `records`, `report` | model and data of a case; its numbers; the verdict as text, JSON, picture |
+| `whole_muon` | Muon on whole matrices |
 """

@@ -27,7 +27,6 @@ from megaaccum.pretrain.data import chat_rows, fim
 from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
 from megaaccum.pretrain.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
-from megaaccum.pretrain.data.shares import check_ranges, epoch_samples, split_ranges
 from megaaccum.pretrain.data.sources import (
     Blend,
     Sources,
@@ -37,6 +36,7 @@ from megaaccum.pretrain.data.sources import (
     resolve_prefix,
 )
 from megaaccum.pretrain.data.tokenizer import Vocabulary
+from megaaccum.pretrain.data.train_valid_split import check_ranges, epoch_samples, split_ranges
 from megaaccum.texts import regular_file
 
 _TRAIN, _VALID = 0, 1

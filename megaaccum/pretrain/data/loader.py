@@ -1,4 +1,4 @@
-"""Micro-batches in the order of consumed samples, prepared ahead of the step that needs them."""
+"""The micro-batches of one data-parallel rank: which samples, in what order, prepared ahead of their step."""
 
 from __future__ import annotations
 

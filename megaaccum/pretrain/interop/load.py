@@ -15,10 +15,10 @@ from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
 from megaaccum.pretrain.interop.launch_script import Launch
-from megaaccum.pretrain.interop.megatron.keys import read_flags
 from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
 from megaaccum.pretrain.interop.megatron.parser import is_flag
-from megaaccum.pretrain.interop.megatron.rules import Reading
+from megaaccum.pretrain.interop.megatron.read_flags import read_flags
+from megaaccum.pretrain.interop.megatron.several_flags import Reading
 
 
 def load(

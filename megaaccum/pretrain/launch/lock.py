@@ -1,4 +1,5 @@
-"""The lock of a run's folder: one job writes to it, and another gets a message that names the owner."""
+"""The lock of a run's folder: one job writes to it, and another gets a message that names the owner, which
+`training/run_folder.claim_folders` raises."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def claim(folder: Path) -> str:
     """Lock `folder` for this process, until it ends or releases it. Returns why another process has it; empty if this
     one has. Raises OSError if the lock's file cannot be written.
 
-    The system holds the lock for a process, so that of a process that was killed is free, whatever its file says. Locks
-    reach over hosts on some file systems only: an owner on another host counts as alive until its file is removed.
+    The system frees the lock of a process that was killed, even if its file still names it. Locks reach over hosts
+    on some file systems only: an owner on another host counts as alive until its file is removed.
     """
     folder = folder.resolve()
     if folder in _held:

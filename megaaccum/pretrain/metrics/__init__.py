@@ -1,4 +1,12 @@
-"""A run's reports: the journal (log.jsonl), the progress line, TensorBoard / W&B / CSV, the summary.
+"""A run's reports.
 
-`megaaccum.pretrain.metrics.log.RunLog` is the one object that the training loop talks to.
+| module | holds |
+| --- | --- |
+| `run_log` | `RunLog`, which the training loop talks to: what is recorded, and where |
+| `journal` | log.jsonl |
+| `progress`, `summary`, `plots`, `services` | the terminal, a picture, TensorBoard, W&B, CSV |
+| `receipts` | a file for each start: as planned, as measured |
+| `ranks`, `expected` | stragglers, and ranks that leave the plan |
+| `speed`, `flops`, `param_count` | tokens, FLOPs, parameters |
+| `goodput` | wall time by cause |
 """

@@ -1,1 +1,12 @@
-"""Pretraining: the training loop, its checkpoints, evaluations and log."""
+"""Pretraining: the training loop, its checkpoints, evaluations and log.
+
+| module | holds |
+| --- | --- |
+| `loop` | `train`, the training loop |
+| `training_run` | the objects of a run, and what it does beside its steps |
+| `evaluation`, `text_comparisons`, `sampling`, `generate` | what the model has learned |
+| `saver` | when checkpoints are written |
+| `run_folder` | the folders of a run, checked and claimed |
+| `open_log`, `header` | the log opened; the first lines |
+| `advisor` | what planner and verification contribute |
+"""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megaaccum.config.batch import BatchPlan
     from megaaccum.engine import Engine
     from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.metrics.log import RunLog
+    from megaaccum.pretrain.metrics.run_log import RunLog
 
 
 def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:

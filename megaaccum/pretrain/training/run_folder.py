@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.launch.lock import claim
-from megaaccum.pretrain.metrics import log
+from megaaccum.pretrain.metrics import run_log
 
 if TYPE_CHECKING:
     from megaaccum.config import Config
@@ -22,7 +22,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 def check_folders(config: Config) -> None:
     """Check that logs and checkpoints can be written, before anything takes long. Raises ConfigError."""
-    log.check(config)
+    run_log.check(config)
     if _saves(config) and (problems := folder_problems("save", str(checkpoint_folder(config)))):
         raise ConfigError(problems)
 

@@ -27,8 +27,8 @@ from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
+from megaaccum.pretrain.training.open_log import open_log
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
-from megaaccum.pretrain.training.run_log import open_log
 from megaaccum.pretrain.training.saver import Saver, continued
 from megaaccum.pretrain.weights import foreign, weights_in
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megaaccum.pretrain.data.dataset import Datasets
     from megaaccum.pretrain.data.loader import Batch
     from megaaccum.pretrain.data.shared import SharedLoader
-    from megaaccum.pretrain.metrics.log import RunLog
+    from megaaccum.pretrain.metrics.run_log import RunLog
     from megaaccum.pretrain.training.advisor import Advisor
     from megaaccum.step.result import StepResult
 

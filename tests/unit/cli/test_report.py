@@ -13,7 +13,7 @@ from megaaccum import cli
 from megaaccum.lab.planner import expected
 from megaaccum.model.layers import choose
 from megaaccum.pretrain.metrics import receipts
-from megaaccum.pretrain.metrics.log import RunLog
+from megaaccum.pretrain.metrics.run_log import RunLog
 from tests.support.configs import plan
 from tests.unit.pretrain.metrics.test_log import Clock
 

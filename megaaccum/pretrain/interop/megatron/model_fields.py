@@ -9,8 +9,8 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.megatron_arguments import listed
 from megaaccum.config.source import Unknown
 from megaaccum.errors import shortened
-from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS
 from megaaccum.pretrain.interop.megatron.parser import model_fields
+from megaaccum.pretrain.interop.megatron.read_flags import OWNED_FIELDS
 
 
 @cache

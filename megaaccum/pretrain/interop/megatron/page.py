@@ -6,8 +6,8 @@ python -m megaaccum.pretrain.interop.megatron.page > docs/reference/megatron-fla
 from __future__ import annotations
 
 from megaaccum.config.megatron_arguments import fork_flags, lists, lists_in_loop
-from megaaccum.pretrain.interop.megatron.keys import CONSTANTS, verdict_of
 from megaaccum.pretrain.interop.megatron.parser import RENAMED, parser
+from megaaccum.pretrain.interop.megatron.read_flags import CONSTANTS, verdict_of
 
 _INTRODUCTION = """\
 # Megatron flags

@@ -372,8 +372,9 @@ def is_default(name: str, value: object) -> bool:
     return value == defaults()[name] or (name, value) == ("dataloader_type", "single")
 
 
-def sort_into_lists(given: ParsedFlags) -> None:
-    """Note and refuse the listed arguments, one text per reason."""
+def refuse_and_note_listed(given: ParsedFlags) -> None:
+    """Turn the given flags whose verdict in config/megatron_arguments.yaml is `note` or `refuse` into notes and
+    problems, one text per reason."""
     rows: dict[str, list[str]] = {}
     for name in given.written:
         row = None if name in all_keys() else listed().get(name)

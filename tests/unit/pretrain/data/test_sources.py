@@ -11,9 +11,9 @@ from megaaccum.config.schema import DataConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.pretrain.data.corpus import EMBEDDED_VOCAB_SIZE, chapters, embedded_prefix
 from megaaccum.pretrain.data.indexed import check_tables, open_pair
-from megaaccum.pretrain.data.shares import check_ranges, epoch_samples, split_ranges
 from megaaccum.pretrain.data.sources import Blend, Sources, check_files, data_folder, read_sources, vocab_size
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, train_tokenizer
+from megaaccum.pretrain.data.train_valid_split import check_ranges, epoch_samples, split_ranges
 from tests.support.configs import make
 from tests.support.data_samples import counting_pair, sentences, write_pair
 

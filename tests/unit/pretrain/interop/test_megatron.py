@@ -15,9 +15,9 @@ from megaaccum.config.keys import all_keys, value
 from megaaccum.config.megatron_arguments import listed, lists
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
-from megaaccum.pretrain.interop.megatron.keys import OWNED_FIELDS, read_flags, verdict_of
 from megaaccum.pretrain.interop.megatron.page import as_markdown
 from megaaccum.pretrain.interop.megatron.parser import built_fields, defaults, model_fields, parse, parser
+from megaaccum.pretrain.interop.megatron.read_flags import OWNED_FIELDS, read_flags, verdict_of
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[4] / "docs"

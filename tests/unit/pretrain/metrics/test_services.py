@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.metrics.log import RunLog
+from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.services import configured_services
 from tests.unit.pretrain.metrics.test_log import Clock, opened, planned, step
 

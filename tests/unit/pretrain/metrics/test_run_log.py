@@ -17,7 +17,7 @@ from megaaccum.config.schema import Config, ModelConfig, RunConfig
 from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.pretrain.metrics import journal
 from megaaccum.pretrain.metrics.goodput import Goodput
-from megaaccum.pretrain.metrics.log import RunLog, check
+from megaaccum.pretrain.metrics.run_log import RunLog, check
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.units import duration
 
@@ -201,7 +201,7 @@ def test_totals_that_a_later_start_takes_back_are_not_begun_from(tmp_path):
 
 
 def test_a_journal_without_totals_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("megaaccum.pretrain.metrics.log.TOTALS_EVERY", 10**9)
+    monkeypatch.setattr("megaaccum.pretrain.metrics.run_log.TOTALS_EVERY", 10**9)
     monkeypatch.setattr(journal, "MOST_AT_ONCE", 100)
     _, clock = long_journal(tmp_path, 600)
     resumed = opened(tmp_path, start_step=600, clock=clock)
@@ -234,7 +234,7 @@ def test_a_thinned_journal_holds_what_is_looked_for_and_the_goodput_of_every_ste
 
 
 def test_the_picture_of_a_long_run_has_points_enough(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("megaaccum.pretrain.metrics.log.MOST_POINTS", 100)
+    monkeypatch.setattr("megaaccum.pretrain.metrics.run_log.MOST_POINTS", 100)
     drawn = []
     monkeypatch.setattr("megaaccum.pretrain.metrics.plots.draw", lambda records, *_, **__: drawn.extend(records))
     log, _ = long_journal(tmp_path, 900)
@@ -461,6 +461,6 @@ def test_the_log_needs_neither_torch_nor_deepspeed_nor_matplotlib_to_be_imported
     import subprocess
 
     heavy = {"torch", "deepspeed", "matplotlib", "megatron"}
-    code = f"import sys, megaaccum.pretrain.metrics.log; print(*{heavy} & sys.modules.keys())"
+    code = f"import sys, megaaccum.pretrain.metrics.run_log; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

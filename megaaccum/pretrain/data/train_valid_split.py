@@ -1,4 +1,4 @@
-"""The documents of each pair that training and validation have, and whether they hold a sample."""
+"""Each dataset's documents split into training and validation, and the check that each part holds a sample."""
 
 from __future__ import annotations
 

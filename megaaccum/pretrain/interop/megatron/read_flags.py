@@ -1,5 +1,5 @@
-"""The correspondence of Megatron's arguments and megaaccum's keys. Most have the same name; `rules` has those that are
-not one key each."""
+"""The correspondence of Megatron's arguments and megaaccum's keys. Most have the same name; `several_flags` has
+those that are not one key each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megaaccum.pretrain.interop.megatron.parser import (
     built_fields,
     model_fields,
     parse,
-    sort_into_lists,
+    refuse_and_note_listed,
 )
-from megaaccum.pretrain.interop.megatron.rules import RULES, Reading
+from megaaccum.pretrain.interop.megatron.several_flags import RULES, Reading
 
 LEFT_TO_RULES = frozenset(
     {
@@ -82,7 +82,7 @@ def read_flags(
     """The keys that a list of Megatron flags sets, with notes and problems. Arguments as those of `parser.parse`.
     outranking: keys among them, under their own names, that hold against Megatron's flags."""
     given = parse(argv, locate=locate, world_size=world_size, whole=whole)
-    sort_into_lists(given)
+    refuse_and_note_listed(given)
     problems = given.problems + given.own.problems
     reading = Reading(whole=whole, outranking=outranking, notes=given.notes + given.own.notes, problems=problems)
     reading.problems += [unknown.problem() for unknown in given.own.unknown]

@@ -10,7 +10,7 @@ import torch
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics import flops, receipts
-from megaaccum.pretrain.metrics.log import RunLog
+from megaaccum.pretrain.metrics.run_log import RunLog
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
