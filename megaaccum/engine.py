@@ -165,6 +165,9 @@ class Engine:
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         self.train_steps.transaction = Transaction(plan, self.lr_schedule)
 
+    def __repr__(self) -> str:
+        return f"Engine at step {self.step} of {self.plan}"
+
     @property
     def batch(self) -> BatchPlan:
         """The batch of the next step: how many micro-batches it takes. It changes with the plan's batch warm-up."""

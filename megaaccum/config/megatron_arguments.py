@@ -72,6 +72,12 @@ def lists_in_loop() -> tuple[Listed, ...]:
     return (*(row for row in lists() if row.loop), *_rows(_tables()["loop"], loop=True))
 
 
+@cache
+def handled(table: str) -> frozenset[str]:
+    """The names in a table of those that code treats: by_rules, converted, owned_fields."""
+    return frozenset(_tables()["handled"][table].split())
+
+
 def fork_flags() -> dict[str, tuple[str, ...]]:
     """Destinations of Megatron-DeepSpeed's own flags, by kind of value (switch, int, float, str, words)."""
     return {kind: tuple(names.split()) for kind, names in _tables()["fork"].items()}

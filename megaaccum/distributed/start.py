@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.config import slurm
+from megaaccum.config import Plan, slurm
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import check_agreement, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
@@ -23,8 +23,6 @@ from megaaccum.schedule.registry import is_shared, set_shared_table
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megaaccum.config import Plan
-
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -34,6 +32,8 @@ def start_together(plan: Plan) -> None:
 
     Raises LaunchError if the ranks cannot meet, RankDisagreement on every rank if plans or tables differ.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"a plan is made by Plan.of(...) or Plan.load(FILE), but a {type(plan).__name__} was given")
     start_process_group(plan)
     check_agreement(plan.digest(), details=plan.facts)
     table = plan.layout.schedule

@@ -36,6 +36,11 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("the plan has no lr: give initialize an optimizer, or Plan.of an optimizer=dict(lr=...)")
     if factory is None:
         return adamw.build(plan, chunks)
+    if not callable(factory):
+        raise ConfigError(
+            f"optimizer is the class {type(factory).__name__}, or a function of a list of parameters such as lambda"
+            " params: torch.optim.AdamW(params, lr=1e-4), but an optimizer was given: the parameters are cut first"
+        )
     keys = plan.config.optimizer
     if keys.optimizer == "muon":
         raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from megaaccum.errors import ConfigError
 from megaaccum.model.attention import prepare_latent_attention
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
-__all__ = ["GradShard", "ShardingBackend", "build", "fill_hooks", "measure_memory"]
+__all__ = ["DRIVEN", "GradShard", "ShardingBackend", "build", "fill_hooks", "measure_memory"]
+
+DRIVEN: WeakSet[torch.nn.Module] = WeakSet()
+"""Modules with parameters that a backend drives: its hooks and partitions stay on them."""
 
 
 def build(
@@ -45,6 +49,7 @@ def build(
     if plan.config.optimizer.optimizer == "muon":
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
+    DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
     optimizer.register_step_pre_hook(lambda *_: measure_memory(backend))
     return backend
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer, HybridDeviceOptimizer
 
+from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.platform import cpu
@@ -41,6 +42,11 @@ class MegatronBackend(UnshardedBackend):
     """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
+        if not isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer):
+            raise ConfigError(
+                f"backend megatron shards the state of Adam, not of {type(optimizer).__name__}: use torch.optim.AdamW,"
+                " or set backend to deepspeed, fsdp2 or ddp"
+            )
         super().__init__(groups, chunks)
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding

@@ -14,7 +14,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.sharding import experts
+from megaaccum.sharding import DRIVEN, experts
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -31,6 +31,11 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
             "schedule auto is resolved by `megaaccum train`, which prices the layers of its own model: name a schedule"
             " for chunks of your own (`megaaccum schedule --schedule auto --profile FILE` ranks them), or leave it"
             f" out for {plan.layout.schedule}"
+        )
+    if any(module in DRIVEN for chunk in chunks for module in chunk.modules()):
+        raise ConfigError(
+            "the model, or a part of it, is another engine's already, whose hooks and partitions stay on it: build the"
+            " model again, or use that engine"
         )
     for chunk in chunks:
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):

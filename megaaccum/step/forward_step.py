@@ -54,7 +54,10 @@ class ForwardStep:
             begin(*at)
         user: Any = self._batch.forward_step_func
         keys = {"return_schedule_plan": True} if return_schedule_plan else {}
-        output, loss_func = user(data_iterator, chunk, **keys)
+        given = user(data_iterator, chunk, **keys)
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
+        output, loss_func = given
         if isinstance(output, torch.Tensor) and output._base is not None:
             # Megatron's schedules empty an output that was sent, and refuse a view, as torch's own Linear returns one.
             output = pytorch.without_base(output)
@@ -82,6 +85,9 @@ class ForwardStep:
             except StepError as error:  # other stages wait for this one: the flush continues, and all raise after it
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
+            if isinstance(output, torch.Tensor) and output.requires_grad and not total.requires_grad:
+                total = total + _nothing(output)[0]  # the stage before waits for a gradient
+                weight = torch.where(weight > 0, torch.nan, weight)  # counted as a fault, without a wait
             loss = total.detach()
             if index in self._batch.dummies:
                 total, loss, weight, reports = total * 0.0, loss * 0.0, weight * 0.0, {}

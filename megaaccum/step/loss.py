@@ -159,7 +159,10 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
     # Cloned: what is reported must not change if it is scaled in place.
-    kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
+    try:
+        kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StepError(f"reports of a loss function have to be numbers or tensors: {error}") from None
     return total.reshape(()), weight.reshape(()), kept
 
 
@@ -192,6 +195,12 @@ class ReportReducer:
         named = [item for reports in tally.reports for item in reports.items()]
         usual = {name: "mean" if each.is_floating_point() or each.numel() > 1 else "sum" for name, each in named}
         how, names = usual | self._how, dict.fromkeys(name for name, _ in named)
+        for name, each in named:
+            if each.numel() > 1 and each.shape != (2,) and how[name] != "microbatch":
+                tally.problem = tally.problem or StepError(
+                    f"report {name} has shape {tuple(each.shape)}: give a scalar, Megatron's pair [sum, count], or"
+                    f" initialize(reports={{{name!r}: 'microbatch'}})"
+                )
         return {name: how[name] for name in names if how[name] != "microbatch"}
 
     def sums(self, tally: Tally) -> list[torch.Tensor]:

@@ -43,12 +43,12 @@ class StepResult:
     note: str = ""
     stop: bool = False
     reports: dict[str, float] = field(default_factory=dict)
-    per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    expert_loads: ExpertLoads | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    forward_seconds: float = 0.0
-    traffic: Traffic = field(default_factory=dict)
-    memory: Memory = field(default_factory=dict)
+    per_microbatch: dict[str, list[torch.Tensor]] = field(default_factory=dict, repr=False)
+    expert_loads: ExpertLoads | None = field(default=None, repr=False)
+    seconds: dict[str, float] = field(default_factory=dict, repr=False)
+    forward_seconds: float = field(default=0.0, repr=False)
+    traffic: Traffic = field(default_factory=dict, repr=False)
+    memory: Memory = field(default_factory=dict, repr=False)
 
     @property
     def num_tokens(self) -> int:

@@ -168,6 +168,13 @@ class TrainStep:
         """(this rank's micro-batches, with dummies if a short batch is padded; whether some rank asks to stop; which
         ranks have too few). None instead of micro-batches if a short batch is dropped. Raises on every rank what
         keeps one of them from taking the step."""
+        if not isinstance(microbatches, Sequence):
+            given = type(microbatches).__name__
+            problem = problem or StepError(
+                f"train_step takes a list of micro-batches, but a {given} was given: give list(...), or call"
+                " forward_backward, which takes iterators, and optim_step"
+            )
+            microbatches = ()
         if self.opened is not None:
             problem = problem or StepError(
                 f"step {self.opened.step} is open, with {self.opened.num_microbatches} micro-batches: end it with"

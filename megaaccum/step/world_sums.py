@@ -99,7 +99,8 @@ def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
     scalars on its device."""
     zero = steps.recovery.zero
     zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
-    parts = [*counted(steps.groups, [*tally.faults(), steps.reports.unknown_names(tally)]), zeroed]
+    unknown = steps.reports.unknown_names(tally)  # or a problem of the tally
+    parts = [*counted(steps.groups, [*tally.faults(), unknown]), zeroed]
     return [part.to(cpu.device(), torch.float64) for part in parts]
 
 
@@ -123,7 +124,10 @@ def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt
     if problem:
         raise_together(tally.problem)
     if bad:
-        text = f"{bad:.0f} micro-batches have a weight that is negative or not a number: fix the loss function"
+        text = (
+            f"{bad:.0f} micro-batches have a weight that is negative or not a number, or a sum of losses without a"
+            " gradient (detached, or made under no_grad): fix the loss function"
+        )
         raise printed_once(StepError(text))
     reports = attempt.reports
     if unknown:

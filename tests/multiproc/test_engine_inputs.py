@@ -106,8 +106,36 @@ def other_groups():
     )  # fmt: skip
 
 
+def another_engines() -> str:
+    """A notebook's cell that runs again, with a part of the model that it made before."""
+    import torch
+
+    from megaaccum import Plan, initialize
+    from megaaccum.distributed import groups
+
+    groups.destroy()
+    plan = Plan.of(batch=KEYS["batch"], sharding=dict(zero_stage=3, sync="streaming"), world_size=2)
+    module = torch.nn.Linear(8, 8)
+    keys = dict(forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    initialize(plan, module, **keys).train_step(batches())
+    return said(lambda: initialize(plan, torch.nn.Sequential(module), **keys))
+
+
+def with_momentum(params):
+    import torch
+
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def wrong_models() -> dict[str, str]:
+    import torch
+
+    from megaaccum import initialize
+
+    megatron = KEYS | dict(sharding=dict(backend="megatron"))
     return {
+        "again": another_engines(),
+        "megatron": said(lambda: engine(keys=megatron, optimizer=with_momentum)),
         "batch norm": said(lambda: engine(with_norm)),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
         "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
@@ -115,12 +143,16 @@ def wrong_models() -> dict[str, str]:
         "hook": said(lambda: engine(lambda rank: chunk_of(rank, no_sync_func=lambda: None))),
         "sizes": said(lambda: engine(lambda rank: chunk_of(rank, 3) if rank == 0 else chunk_of(1))),
         "no optimizer": said(lambda: engine(optimizer=None)),
+        "an optimizer": said(lambda: engine(optimizer=with_momentum([torch.nn.Parameter(torch.ones(1))]))),
+        "no plan": said(lambda: initialize("ds.json", chunk_of(0))),
         "half a tied pair": said(lambda: engine(half_frozen)),
         "groups": other_groups(),
     }
 
 
 MODELS = {
+    "again": "the model, or a part of it, is another engine's already",
+    "megatron": "backend megatron shards the state of Adam, not of SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
@@ -129,6 +161,8 @@ MODELS = {
     "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, but the plan's is 2",
     "half a tied pair": "the first stage trains its copy of the tied embedding and the last does not",
     "no optimizer": "the plan has no lr: give initialize an optimizer",
+    "an optimizer": "optimizer is the class SGD, or a function of a list of parameters",
+    "no plan": "a plan is made by Plan.of(...) or Plan.load(FILE), but a str was given",
     "groups": "the pp group has 1 ranks, but the plan says 2",
 }
 
@@ -164,6 +198,9 @@ def wrong_losses() -> dict[str, list[str]]:
         "tensor": returning(lambda total: total),
         "vector": returning(lambda total: (total.expand(3), torch.ones(()), {})),
         "reports": returning(lambda total: (total, torch.ones(()), total)),
+        "detached": returning(lambda total: (total.detach(), torch.ones(()), {})),
+        "report's shape": returning(lambda total: (total, 1, {"each": total.expand(3)})),
+        "report's type": returning(lambda total: (total, 1, {"name": "x"})),
     }
     seen: dict[str, list[str]] = {}
     for name, function in functions.items():
@@ -183,7 +220,37 @@ LOSSES = {
     "tensor": "(sum of the losses, weight, reports), but it returned Tensor",
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
+    "detached": "4 micro-batches have a weight that is negative or not a number, or a sum of losses without a gradient",
+    "report's shape": "report each has shape (3,): give a scalar, Megatron's pair [sum, count], or",
+    "report's type": "reports of a loss function have to be numbers or tensors",
 }
+
+
+def without_a_token() -> list[tuple[float, float]]:
+    """Norms of a step whose first micro-batch has no token, which its loss function answers with a constant, or with a
+    sum over nothing."""
+    import torch
+
+    def masked(first):
+        def step(data_iterator, chunk):
+            batch = next(data_iterator)
+            is_first = bool(batch[0, 0, 0] == 0)
+            return chunk(batch), lambda out: (first(out), 0, {}) if is_first else (out.square().sum(), 4, {})
+
+        return step
+
+    torch.manual_seed(3)
+    data = batches()
+    data[0][0, 0, 0] = 0
+    functions = (lambda out: torch.zeros(()), lambda out: out.sum() * 0)
+    results = [engine(forward_step_func=masked(first)).train_step(data) for first in functions]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_a_constant_is_the_loss_of_a_microbatch_without_a_token():
+    """The stage before waits for the gradient of its output."""
+    for constant, summed in run_ranks(without_a_token, 2, timeout=90):
+        assert constant == summed and constant[1] > 0
 
 
 def test_loss_functions_that_give_something_else():
@@ -209,6 +276,8 @@ def dying(*args, **keys):
 def wrong_calls() -> dict[str, str]:
     import torch
 
+    from megaaccum import Plan, build_groups, initialize
+
     rank = torch.distributed.get_rank()
     seen = {}
     seen["no gradient"] = said(engine().optim_step)
@@ -223,6 +292,17 @@ def wrong_calls() -> dict[str, str]:
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
     made = engine(forward_step_func=None)
     seen["no function"] = said(lambda: made.forward_backward(batches(2)))
+    for name, given in {
+        "an iterator's step": iter(batches()),
+        "a dict's step": {"a": 1, "b": 2, "c": 3, "d": 4},
+    }.items():
+        made = engine()
+        seen[name] = said(lambda made=made, given=given: made.train_step(given))
+        made.train_step(batches())
+    plan = Plan.of(batch=KEYS["batch"], sharding=dict(backend="ddp"), world_size=2)
+    keys = dict(forward_step_func=lambda data, model: model(next(data)).sum(), optimizer=torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"has to return \(output, loss_func\), but returned Tensor"):
+        initialize(plan, torch.nn.Linear(8, 8), groups=build_groups(plan), **keys).train_step(batches())
     made = engine(optimizer=dying)
     with pytest.raises(RuntimeError, match="a kernel died"):
         made.train_step(batches())
@@ -238,6 +318,8 @@ CALLS = {
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "no function": "no forward_step_func: give one to initialize, or with the call",
+    "an iterator's step": "train_step takes a list of micro-batches, but a list_iterator was given",
+    "a dict's step": "train_step takes a list of micro-batches, but a dict was given",
     "after": "the engine failed before (RuntimeError: a kernel died) and cannot continue",
 }
 

@@ -21,6 +21,12 @@ def test_a_plan_and_a_verdict_print_in_a_few_lines():
     assert "pp 4 x vpp 2 x dp 2 on 8 ranks, schedule zbv, deepspeed ZeRO-3 resident" in str(plan)
     assert "global_batch_size = device_batch_size 128 *" in str(plan)
 
+    from megaaccum.step.result import StepResult
+
+    measured = dict(seconds={"forward_backward": 0.25}, memory={"gradients": 10}, traffic={"all_gather": {"dp": 1}})
+    result = StepResult(step=3, loss=2.5, weight=64.0, grad_norm=1.5, skipped=False, **measured)
+    assert "loss=2.5" in str(result) and "forward_backward" not in str(result) and len(str(result)) < 240
+
     from megaaccum.lab.verification.case import Case
     from megaaccum.lab.verification.verdict import Verdict
 

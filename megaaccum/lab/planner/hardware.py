@@ -133,7 +133,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
 def _merged(name: str, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """An entry over the one that it is `like`."""
     entry = entries[name]
-    if unknown := sorted(entry.keys() - _KEYS):
+    if unknown := sorted(map(str, entry.keys() - _KEYS)):
         raise ConfigError(
             f"hardware entry {name} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}."
         )

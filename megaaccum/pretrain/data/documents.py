@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.files import disk_errors
-from megaaccum.texts import regular_file
+from megaaccum.texts import parse_json, regular_file
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -104,8 +104,8 @@ def _records(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, dict[str
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            record = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{where}: not JSON ({error}): {_shortened(line)}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where}: a line must be a JSON object, not {_shortened(line)}")

@@ -67,21 +67,20 @@ def run(command: Sequence[str], top: Path, tools: Path, left: Path) -> str:
 def run_trusted(command: Sequence[str], tools: Path) -> str:
     """Run `command` as it is, in a session of its own, with `tools` first on its PATH; no process outlives it. Returns
     the end of its output."""
+    mark = {"MEGAACCUM_TOOLS": str(tools)}
     try:
-        return _watched(list(command), _environment(tools) | {"MEGAACCUM_TOOLS": str(tools)}, None, None)
+        return _watched(list(command), _environment(tools) | mark, None, None)
     finally:
-        end = time.monotonic() + SECONDS
-        while (survivors := list(_marked(tools))) and time.monotonic() < end:
+        survivors, end = [psutil.Process()], time.monotonic() + SECONDS
+        while survivors and time.monotonic() < end:
+            survivors = [
+                each
+                for each in psutil.process_iter(["environ"])
+                if mark.items() <= (each.info["environ"] or {}).items()
+            ]
             for survivor in survivors:
                 with suppress(psutil.NoSuchProcess):
                     survivor.kill()
-
-
-def _marked(tools: Path) -> Iterator[psutil.Process]:
-    """The processes that started with the mark of `run_trusted` in their environment."""
-    for each in psutil.process_iter(["environ"]):
-        if (each.info["environ"] or {}).get("MEGAACCUM_TOOLS") == str(tools):
-            yield each
 
 
 def shell(name: str) -> str:

@@ -117,7 +117,7 @@ _OF_TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-c
 
 def _the_launch(records: list[list[str]], script: Path, left: Path | None, output: str) -> Launch:
     """The one launch of training among the records; its program is the first word that ends in .py."""
-    distinct = {tuple(words): folder for folder, *words in records if _OF_TRAINING & {_flag(word) for word in words}}
+    distinct = {tuple(words): folder for folder, *words in records if _OF_TRAINING & {*map(_flag, words)}}
     if len(distinct) > 1:
         programs = "; ".join(" ".join(words[:8]) + " ..." for words in distinct)
         raise ConfigError(

@@ -96,7 +96,6 @@ def _body(
         fork = not num_gpus()
     if fork:
         preload.libraries(*imports)
-        _refuse_cuda()
         return lambda error: _call(worker, argv, threads)
     return partial(_exec, argv, worker)
 
@@ -107,13 +106,6 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _refuse_cuda() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():
-        raise LaunchError("CUDA is initialised in the launching process, so ranks cannot be forked; pass fork=False")
 
 
 def _call(worker: str, argv: Sequence[str], threads: int) -> None:

@@ -93,6 +93,8 @@ class Weights:
             return []
         except (OSError, ValueError) as error:
             return [f"{self.folder / DIGESTS} cannot be read: {error}"]
+        if len(lines) > len(self.files):
+            return [f"{self.folder / DIGESTS} lists {len(lines):,} tensors, but the files have {len(self.files):,}"]
         texts = []
         for line in lines:
             digest, file, name = (*line.split(maxsplit=2), "", "", "")[:3]

@@ -6,11 +6,10 @@ import typing
 from functools import cache
 
 from megaaccum.config.coerce import NotOfType, coerce
-from megaaccum.config.megatron_arguments import listed
+from megaaccum.config.megatron_arguments import handled, listed
 from megaaccum.config.source import Unknown
 from megaaccum.errors import shortened
 from megaaccum.pretrain.interop.megatron.parser import model_fields
-from megaaccum.pretrain.interop.megatron.read_flags import OWNED_FIELDS
 
 
 @cache
@@ -31,7 +30,7 @@ def accept_model_field(unknown: Unknown, fields: dict[str, object], problems: li
     row = listed().get(name)
     if row is not None and row.verdict == "refuse":
         problems.append(f"{unknown.place}: {name}: {row.why}; {row.instead}.")
-    elif row is not None or name in OWNED_FIELDS:
+    elif row is not None or name in handled("owned_fields"):
         problems.append(f"{unknown.place}: {name} is set by megaaccum itself; leave it out.")
     else:
         _put(unknown, fields, problems)

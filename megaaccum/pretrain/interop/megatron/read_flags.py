@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_arguments import listed, loss_scale_keys
+from megaaccum.config.megatron_arguments import handled, listed, loss_scale_keys
 from megaaccum.pretrain.interop.megatron.parser import (
     RENAMED,
     ParsedFlags,
@@ -21,14 +21,6 @@ from megaaccum.pretrain.interop.megatron.parser import (
 )
 from megaaccum.pretrain.interop.megatron.several_flags import RULES, Reading
 
-LEFT_TO_RULES = frozenset(
-    {
-        "num_query_groups", "num_experts", "sequence_parallel", "loss_scale", "initial_loss_scale", "min_loss_scale",
-        "loss_scale_window", "hysteresis", "tokenizer_model", "expert_tensor_parallel_size", "num_layers",
-    }
-)  # fmt: skip
-"""Keys that Megatron has under the same name and that a rule sets."""
-
 CONSTANTS: dict[str, tuple[str, object]] = {
     "calculate_per_token_loss": ("loss_norm", "token"),
     "optimizer_cpu_offload": ("offload_optimizer", "cpu"),
@@ -38,37 +30,8 @@ CONSTANTS: dict[str, tuple[str, object]] = {
 }
 """Switches that set a key to a constant."""
 
-RULED = frozenset(
-    {
-        "encoder_num_layers", "recompute_activations", "add_position_embedding", "group_query_attention",
-        "checkpoint_num_layers", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "fp32_allreduce",
-        "deterministic_mode", "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples",
-        "train_tokens", "lr_decay_tokens", "lr_warmup_tokens", "tokenizer_type", "data_args_path",
-        "per_split_data_args_path", "use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2",
-        "deepspeed_config", "zero_stage", "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split", "spec", "hybrid_layer_pattern", "hybrid_override_pattern", "mlp_type",
-        "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
-        "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling", "yaml_cfg",
-        "no_load_lr_state", "checkpoint_activations", "moe_expert_parallel_size", "ds_sequence_parallel_size",
-        "cpu_optimizer", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "num_key_value_heads",
-        "optimizer", "muon_tp_mode", "muon_scalar_optimizer",
-        "rotary_position_embeddings_theta", "no_pipeline_parallel", "fp8_e4m3", "fp8_hybrid", "sft",
-        "sft_tokenizer_prompt_format",
-    }
-)  # fmt: skip
-"""Arguments that a rule reads (`rules`)."""
-
-CONVERTED = frozenset(
-    {
-        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "yarn_beta_fast", "yarn_beta_slow",
-        "yarn_correction_range_round_to_int", "yarn_original_max_position_embeddings",
-    }
-)  # fmt: skip
-"""Arguments that Megatron's conversion turns into fields of the model configuration under other names."""
-
-
 ALONE = {"use_rope_scaling": "rope_scaling", "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
-"""The fields of those arguments that can be given beside a file."""
+"""Fields of arguments that Megatron's conversion renames and that can be given beside a file."""
 
 
 def read_flags(
@@ -106,7 +69,7 @@ def _put_own(key: str, value: object, given: ParsedFlags, reading: Reading) -> N
 def _put_same_names(given: ParsedFlags, reading: Reading) -> None:
     for name in given.written:
         value = getattr(given.args, name, None)
-        if name in RULED or name in LEFT_TO_RULES or value is None:
+        if name in handled("by_rules") or value is None:
             continue
         if name in CONSTANTS:
             reading.put(*CONSTANTS[name], given, name)
@@ -152,7 +115,7 @@ def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
     """Set the fields of Megatron's model configuration that are no keys; for a whole run by Megatron's own
     conversion."""
     if given.checked is not None:
-        asked = {name for name in given.written if name in model_fields() or name in CONVERTED}
+        asked = {name for name in given.written if name in model_fields() or name in handled("converted")}
         hybrid = given.has("hybrid_layer_pattern", "hybrid_override_pattern")
         if not (asked - all_keys().keys() - listed().keys() or given.args.multi_latent_attention or hybrid):
             return
@@ -165,35 +128,21 @@ def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
         reading.problems += [
             f"{given.written[name]}: only a whole list of flags can have it; beside a file write yarn_* under model."
             for name in given.written
-            if name in CONVERTED - ALONE.keys()
+            if name in handled("converted") - ALONE.keys()
         ]
-    owned = OWNED_FIELDS | all_keys().keys() | listed().keys() | RULED | RENAMED.keys()
+    owned = handled("owned_fields") | all_keys().keys() | listed().keys() | handled("by_rules") | RENAMED.keys()
     reading.megatron |= {name: value for name, value in taken.items() if name not in owned}
-
-
-OWNED_FIELDS = frozenset(
-    {
-        "activation_func", "gated_linear_unit", "num_moe_experts", "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "batch_p2p_comm",
-        "deallocate_pipeline_outputs", "calculate_per_token_loss", "persist_layer_norm", "bias_activation_fusion",
-        "share_embeddings_and_output_weights", "should_pad_vocab", "fp8_param", "use_te_rng_tracker",
-        "num_query_groups", "hetereogenous_dist_checkpoint", "inference_sampling_seed",
-        "variable_seq_lengths", "pre_wrap_hooks", "post_wrap_hooks", "qk_clip_threshold",
-        "fp4_param", "cpu_offloading", "autocast_dtype", "parallel_output",
-    }
-)  # fmt: skip
-"""Fields that megaaccum sets itself, or that only repeat another."""
 
 
 def verdict_of(name: str) -> str:
     """How an argument of Megatron's is treated: key, rule, model, or the verdict of its list. Raises KeyError if it is
     unknown."""
-    if name in RULED or name in LEFT_TO_RULES:
+    if name in handled("by_rules"):
         return "rule"
     if name in all_keys() or name in RENAMED or name in CONSTANTS:
         return "key"
     if name in listed():
         return listed()[name].verdict
-    if name in model_fields() or name in CONVERTED:
+    if name in model_fields() or name in handled("converted"):
         return "model"
     raise KeyError(name)

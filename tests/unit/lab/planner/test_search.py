@@ -332,13 +332,17 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean h100 or h800 or h200"):
         load_hardware("h100x")
     file = tmp_path / "mine.yaml"
-    entries = ("mine: {like: h100, hbm_gib: 40, source: here}", "odd: {like: h100, colour: red}", "lone: {hbm_gib: 1}")
+    entries = (
+        "mine: {like: h100, hbm_gib: 40, source: here}",
+        "odd: {like: h100, colour: red, ~: 1}",
+        "lone: {hbm_gib: 1}",
+    )
     file.write_text("\n".join(entries))
     mine = load_hardware("mine", file=file)
     assert isinstance(mine, Hardware)
     assert mine.hbm_bytes == 40 * 2**30
     assert mine.device == load_hardware("h100").device
-    for name, problem in (("odd", "unknown keys colour"), ("lone", "lacks")):
+    for name, problem in (("odd", "unknown keys None, colour"), ("lone", "lacks")):
         with pytest.raises(ConfigError, match=problem):
             load_hardware(name, file=file)
 

@@ -110,6 +110,7 @@ def test_a_folder_in_place_of_a_file(tmp_path):
         ('{"text": null}', r"line 3: 'text' must be a string, not null"),
         ('{"text": "\\ud800"}', r"line 3: 'text' holds half a surrogate pair"),
         ("[" * 100_000, r"line 3: not JSON"),
+        ('{"text": ' + "9" * 5000 + "}", r"line 3: not JSON"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, text):

@@ -38,6 +38,13 @@ def test_shards_hold_what_was_given_and_are_read_by_the_library(tmp_path):
     assert weights.altered() == []
 
 
+def test_a_million_digests_of_two_tensors_are_one_text(tmp_path):
+    weights = written(tmp_path / "model", {"a": torch.zeros(8), "b": torch.ones(8)})
+    (tmp_path / "model" / safetensors_folder.DIGESTS).write_text("x  model.safetensors  a\n" * 1_000_000)
+    (text,) = weights.altered()
+    assert text.endswith("lists 1,000,000 tensors, but the files have 2")
+
+
 def test_an_altered_tensor_is_named(tmp_path):
     written(tmp_path / "model", {"a": torch.zeros(8), "b": torch.ones(8)})
     path = tmp_path / "model" / safetensors_folder.SINGLE
