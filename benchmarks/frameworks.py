@@ -16,7 +16,7 @@ from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.memory import MemoryModel, StageSource, Usage
 from megaaccum.lab.planner.stages import Stage, make_stages
-from megaaccum.lab.planner.time import Software
+from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software
 
 PIPELINES = {
     "none": "none",
@@ -148,14 +148,17 @@ def kernels_of(row: Row) -> Kernels:
     """The kernels of the framework's layers, which decide what a layer keeps for its backward."""
     torch_loss = row.text("framework").startswith(("torchtitan", "llm-foundry"))
     compiled_loss = torch_loss and row.source.startswith("torchtitan_h200")  # torchtitan compiles its loss since 2025
+    torch_bytes = 4.0 if compiled_loss else 18.0 if row.whole("tp", 1) > 1 else 14.0
     # Transformer Engine's fused cross entropy writes the logits' gradient over the logits.
     fused_loss = (row.source == "simumax" and "cef" in row.name) or "Bridge" in row.text("framework")
     modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
     return Kernels(
         flash=flash(row),
         every_second_matmul=row.text("framework").startswith("torchtitan") and _recompute(row) == "selective",
-        # torch's cross entropy on FP32 logits: 16-bit logits, FP32 logits, their log-softmax, its gradient.
-        logit_bytes=2.0 if fused_loss else 14.0 if torch_loss and not compiled_loss else 8.0,
+        # torch's cross entropy on FP32 logits: 16-bit logits, FP32 logits, their log-softmax, its gradient. Cut over tp
+        # (torch's loss_parallel): the log-softmax, the targets, exponentials and their sum, which its backward holds.
+        # Compiled, it casts as it reads, and writes the 16-bit gradient alone.
+        logit_bytes=2.0 if fused_loss else 8.0 if not torch_loss else torch_bytes,
         compiled="compile" in row.text("framework"),
         kept_weight_grads=row.source == "simumax" or "Bridge" in row.text("framework"),
         recompute_modules=frozenset(modules) or frozenset({"core_attn"}),
@@ -201,7 +204,7 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
             states={(int(layout.zero_stage[0]), int(layout.sync[0])): states_of(row)},
             buffer_bytes=buckets,
             # DeepSpeed's pipeline engine holds both ends of its stage for every micro-batch in flight.
-            boundary_tensors=2.0 if row.text("framework") == "Megatron-DeepSpeed" else 0.0,
+            boundary_tensors=1.0 if row.text("framework") == "Megatron-DeepSpeed" else 0.0,
             sharded_over_dp="ZeRO-0" not in row.text("dp_sharding"),
             fixed_stages=tuple(
                 published_stages(model, short_ends=has_short_ends(row))(int(layout.pp[0]), int(layout.vpp[0]))
@@ -261,10 +264,12 @@ def has_fused_dispatch(row: Row) -> bool:
 
 
 def row_passes(row: Row) -> float:
-    """HybridEP sorts on the way; before it, FP8 pads each expert's rows in a pass of its own."""
+    """HybridEP sorts on the way; before it, FP8 pads each expert's rows in a pass of its own. GPT-OSS's experts have
+    biases, and clamp both halves of their first product, twice as wide as a row: each reads, writes and is joined."""
     if row.source == "cards" and has_fused_dispatch(row):
         return 2.0
-    return 6.0 if precision(row) == "16 bit" else 10.0
+    clamped = BIASED_ROW_PASSES + 8.0 if row.text("model").startswith("GPT OSS") else 0.0
+    return clamped + (6.0 if precision(row) == "16 bit" else 10.0)
 
 
 def overlaps_experts(row: Row) -> bool:

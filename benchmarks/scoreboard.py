@@ -71,7 +71,7 @@ _REASONS: tuple[tuple[Callable[[Row], bool], str], ...] = (
     (lambda row: row.text("task") in ("SFT", "fine-tuning"), "fine-tuning, whose sequences' lengths are not published"),
     (
         lambda row: "GPT OSS" in row.text("model"),
-        "sliding windows and experts with biases, whose kernels the model of a layer does not have",
+        "sliding windows and attention sinks, whose kernels the model of a layer does not have",
     ),
     (lambda row: row.text("routing") == "natural", "routing is not even, and how uneven is not published"),
 )

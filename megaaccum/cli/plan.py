@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
 from megaaccum.config import Config, precision
@@ -45,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    limits = Limits(fixed=_fixed(args), max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
+    fixed = parse_axes(args.fix) | ({} if args.schedule is None else {"schedule": args.schedule})
+    limits = Limits(fixed=fixed, max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)
     seconds = time.monotonic() - start
@@ -94,13 +94,6 @@ def _gpus(args: argparse.Namespace, config: Config) -> tuple[int, int | None]:
             " for the hosts of one kind with --gpus and --gpus-per-node."
         )
     return sum(slots.values()), args.gpus_per_node or next(iter(slots.values()))
-
-
-def _fixed(args: argparse.Namespace) -> dict[str, Any]:
-    fixed = parse_axes(args.fix)
-    if args.schedule is not None:
-        fixed["schedule"] = args.schedule
-    return fixed
 
 
 def _print(args: argparse.Namespace, ranked: Ranked, seconds: float) -> None:

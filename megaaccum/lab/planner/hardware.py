@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 import yaml
@@ -75,6 +76,7 @@ def load_hardware(
 
 _RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")
 _DELAYS = ("launch", "step", "microbatch")
+_MAY_BE_ZERO = (*_DELAYS, "straggler", "runtime_gib", "fragmentation", "node_latency_us", "net_latency_us")
 
 
 def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -130,9 +132,11 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     return {str(name).lower().replace("-", "_"): entry for name, entry in entries.items()}
 
 
-def _merged(name: str, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """An entry over the one that it is `like`."""
+def _merged(name: str, entries: dict[str, dict[str, Any]], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """An entry over the one that it is `like`. above: the entries that are like it."""
     entry = entries[name]
+    if not isinstance(entry.get("efficiency") or {}, dict):
+        raise ConfigError(f"hardware entry {name}: efficiency is {entry['efficiency']!r}, and has to name constants.")
     if unknown := sorted(map(str, entry.keys() - _KEYS)):
         raise ConfigError(
             f"hardware entry {name} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}."
@@ -140,11 +144,10 @@ def _merged(name: str, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if "like" not in entry:
         return dict(entry)
     base = str(entry["like"])
-    if base not in entries or base == name:
+    if base not in entries or base in (name, *above):
         raise ConfigError(f"hardware entry {name} is like {base!r}, which is no other entry.")
-    merged = _merged(base, entries) | entry
-    merged["efficiency"] = (_merged(base, entries).get("efficiency") or {}) | (entry.get("efficiency") or {})
-    return merged
+    below = _merged(base, entries, (name, *above))
+    return below | entry | {"efficiency": (below.get("efficiency") or {}) | (entry.get("efficiency") or {})}
 
 
 def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:
@@ -153,17 +156,17 @@ def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardwa
     known = {field.name for field in fields(Efficiency)}
     if unknown := sorted(entry["efficiency"].keys() - known):
         raise ConfigError(f"efficiency of hardware entry {name} has unknown keys {', '.join(unknown)}.")
+    for key, value in {**entry, **entry["efficiency"]}.items():
+        least = "at least 0" if key in _MAY_BE_ZERO else "above 0"
+        number = isinstance(value, int | float) and (0 < value < inf or (value == 0 and key in _MAY_BE_ZERO))
+        if key not in ("like", "source", "efficiency") and not number:
+            raise ConfigError(f"hardware entry {name}: {key} is {value!r}, and has to be {least}.")
     efficiency = Efficiency(**{key: float(value) for key, value in entry["efficiency"].items()})
+    peaks = {key: entry[f"{key}_tflops"] * 1e12 for key in ("peak", "peak_fp8", "peak_fp4")}
     return Hardware(
         name=name,
         hbm_bytes=entry["hbm_gib"] * GIB,
-        device=Device(
-            peak=entry["peak_tflops"] * 1e12,
-            peak_fp8=entry["peak_fp8_tflops"] * 1e12,
-            peak_fp4=entry["peak_fp4_tflops"] * 1e12,
-            hbm_bandwidth=entry["hbm_tb_per_s"] * 1e12,
-            efficiency=efficiency,
-        ),
+        device=Device(**peaks, hbm_bandwidth=entry["hbm_tb_per_s"] * 1e12, efficiency=efficiency),
         links=Links(
             gpus_per_node=gpus_per_node or int(entry["gpus_per_node"]),
             node_bandwidth=entry["node_gb_per_s"] * 1e9,

@@ -86,7 +86,8 @@ class MemoryModel:
     bucket_bytes: float = 0.0
     """Bytes per element of the buckets, all of them together."""
     boundary_tensors: float = 0.0
-    """Stage inputs and outputs that an engine holds per micro-batch in flight, beside what autograd keeps."""
+    """Copies of a stage's input and of its output, where these are activations, that an engine holds per micro-batch in
+    flight beside what autograd keeps."""
     weight_cache: float = 0.0
     """Bytes per parameter of the layers that are kept through a step as converted weights (FP8)."""
     sharded_over_dp: bool = True
@@ -263,7 +264,8 @@ class MemoryModel:
         kept = dense * layers["dense"] + (sparse * layers["moe"] if sparse else 0)
         if chunk.embedding:
             kept = kept + activations.embedding(self.model, at, self.kernels)
-        boundary = np.where(at.pp > 1, self.boundary_tensors, 0.0)
+        ends = (not chunk.embedding) + (not chunk.head)
+        boundary = np.where(at.pp > 1, self.boundary_tensors * ends, 0.0)
         return kept + boundary * activations.layer_input(self.model, at, self.kernels)
 
     def _weight_grads(self, at: Layouts, chunks: list[Stage]) -> Any:

@@ -42,6 +42,9 @@ BACKWARD_LIGHT = 1.5
 beside the gradient."""
 MAIN_GRAD_BYTES = 8.0
 """Bytes read and written per element of a weight's FP32 gradient, for every micro-batch."""
+BIASED_ROW_PASSES = 16.0
+"""As `Software.row_passes`, of experts with biases: megatron-core 0.19 multiplies each expert's bias with its rows'
+probabilities in FP32, adds, joins and casts them, 28 bytes per element forward and some 36 backward."""
 MOE_KERNELS = 6.0
 """Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
 
@@ -165,7 +168,7 @@ class TimeModel:
         kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
         slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
         mean = self._mean_pass(passes, at, pp)
-        m = at.num_microbatches
+        m, e = at.num_microbatches, self.hardware.device.efficiency
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
         work = pipeline.Work(mean.forward, mean.input_grad, mean.weight_grad, hop)
@@ -178,14 +181,10 @@ class TimeModel:
             "gather": gather,
             "reduce": reduce,
             "optimizer": self._optimizer_seconds(at, pp, vpp, name),
-            "overhead": self._overhead_seconds(at, m),
+            "overhead": e.step + m * e.microbatch * self.software.host,
         }
         exposed = m * slowest.exposed + p2p + gather + reduce
         return parts, exposed, fill / (fill + m * slowest.whole + p2p)
-
-    def _overhead_seconds(self, at: Layouts, m: Any) -> Any:
-        e = self.hardware.device.efficiency
-        return e.step + m * e.microbatch * self.software.host
 
     # --- compute -----------------------------------------------------------------------------------------------
 
@@ -369,9 +368,7 @@ class TimeModel:
         ranks = [
             rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp) for chunks in kinds
         ]
-        totals = np.array([rank.total for rank in ranks])
-        most = np.argmax(totals, axis=0)
-        column = np.arange(len(at))
+        most, column = np.argmax([rank.total for rank in ranks], axis=0), np.arange(len(at))
         plain = np.array([rank.plain + np.zeros(len(at)) for rank in ranks])[most, column]
         return plain, np.array([rank.expert + np.zeros(len(at)) for rank in ranks])[most, column]
 

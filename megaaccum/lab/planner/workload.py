@@ -17,7 +17,7 @@ from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import SYNC_MODES
 from megaaccum.lab.planner.memory import MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage
-from megaaccum.lab.planner.time import Software, TimeModel
+from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB
@@ -100,7 +100,7 @@ class Workload:
                 in_runs=self.sharding.reproducible == "layout",
                 ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm,
                 fused_dispatch=flex,
-                row_passes=6.0 if flex or not self.in_fp8 else 10.0,
+                row_passes=(6.0 if flex or not self.in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
                 offloaded=self.sharding.offload_optimizer == "cpu",
                 barrier=not self.config.step.speculative_step,
                 imbalance=expert_load(self.model),

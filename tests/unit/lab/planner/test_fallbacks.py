@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from rich.console import Console
 
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.fallbacks import (
@@ -17,6 +18,7 @@ from megaaccum.lab.planner.fallbacks import (
     Fallbacks,
     Outcome,
 )
+from megaaccum.lab.planner.report import tuning_table
 
 AXES = dict(
     tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, dp=4, mbs=2, dbs=4, ga=2, recompute="none", schedule="none", sync="resident",
@@ -135,3 +137,17 @@ def test_an_unknown_knob_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"--knob recompte \(did you mean recompute\?\)"):
         fallbacks.run(runs, ["recompte"])
     assert runs.rows == []
+
+
+def test_the_table_of_what_was_tried_reads_at_80_columns() -> None:
+    wide = dict(tp=8, cp=2, pp=16, vpp=8, dp=64, ep=128, mbs=16, ga=1024, recompute="selective", schedule="interleaved")
+    rows = [candidate(1), candidate(2, **wide), candidate(3, **wide)]
+    fallbacks = Fallbacks(rows, top=2)
+    best = fallbacks.run(Runs({2: OUT_OF_MEMORY}))
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(tuning_table(fallbacks, best))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == "1 dp4 2x2 none none 1 1 best".split()
+    assert lines[3].split() == "2 tp8cp2pp16x8dp64ep128 16x1024 selective interleaved 2 out of memory".split()

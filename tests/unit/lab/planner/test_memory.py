@@ -270,6 +270,14 @@ def test_inputs_that_are_gathered_until_w_count_whole() -> None:
     assert np.all(of_te._gathered_until_w(at, here._replace(name="1f1b"), chunks) == 0.0)
 
 
+def test_an_engine_holds_the_ends_of_a_stage_that_are_activations() -> None:
+    """The first stage's input are tokens, and the last one's output is a loss."""
+    at = layout(pp=4, pp_microbatches=8, schedule=SCHEDULES.index("1f1b"))
+    plain, engine = (MemoryModel(model=gpt(), vocab_size=1024, boundary_tensors=each) for each in (0.0, 1.0))
+    more = [engine.on_rank(at, rank)["activations"] - plain.on_rank(at, rank)["activations"] for rank in range(4)]
+    assert [int(each[0]) // (2 * SBH) for each in more] == [4 * 1, 3 * 2, 2 * 2, 1 * 1]
+
+
 @pytest.mark.parametrize(
     ("each", "ranks", "sums"),
     [(4, 1, (1,)), (4, 4, (1, 1, 1, 1)), (4, 3, (2, 3, 2)), (16, 3, (3, 5, 3)), (4, 6, (2, 3, 2, 2, 3, 2))],

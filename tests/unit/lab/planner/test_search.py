@@ -347,6 +347,24 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
             load_hardware(name, file=file)
 
 
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("{like: h100, peak_tflops: fast}", "mine: peak_tflops is 'fast'"),
+        ("{like: h100, efficiency: {gemm: 0}}", "mine: gemm is 0, and has to be above 0"),
+        ("{like: h100, efficiency: {launch: -1}}", "mine: launch is -1, and has to be at least 0"),
+        ("{like: h100, net_gb_per_s: .nan}", "mine: net_gb_per_s is nan"),
+        ("{like: h100, efficiency: 3}", "mine: efficiency is 3"),
+        ("{like: other}\nother: {like: mine}", "is like 'mine', which is no other entry"),
+    ],
+)
+def test_a_hardware_file_with_a_wrong_value_is_told_which(entry: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "hardware.yaml"
+    file.write_text(f"mine: {entry}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_hardware("mine", file=file)
+
+
 def test_a_plan_needs_no_learning_rate_but_a_run_does() -> None:
     found = search(workload(lr=None, train_iters=None), Limits(fixed=dict(tp=1, pp=1, cp=1)))
     with pytest.raises(ConfigError, match="lr is required"):

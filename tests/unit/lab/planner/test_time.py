@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import batched
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.memory import MemoryModel
-from megaaccum.lab.planner.time import Software, TimeModel
+from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
+from megaaccum.lab.planner.workload import make_workload
+from megaaccum.pretrain.interop.load import load
 from megaaccum.schedule.registry import BUILT_IN, is_v_shaped
 from megaaccum.units import GIB
 from tests.support.configs import plan
@@ -179,6 +182,22 @@ def test_experts_far_away_cost_what_their_exchange_does() -> None:
     assert experts(64, ep_overlap=True) < far
     assert experts(64, imbalance=1.5) > far
     assert experts(64, row_passes=2.0) < far
+
+
+def test_experts_with_biases_move_more_bytes() -> None:
+    """Rows of T tokens for topk experts, 2 bytes an element, both ways through each of the layers."""
+    keys = "num_layers 4 hidden_size 1024 num_attention_heads 8 seq_length 2048 vocab_size 1024 global_batch_size 8"
+    words = [f"--{name}={value}" for name, value in (*batched(keys.split(), 2), *EXPERTS.items())]
+    row, seconds = from_rows([dict(dp=1, pp_microbatches=8)]), []
+    for has_bias in ("true", "false"):
+        config = load(None, [*words, "--bf16=true", f"--add_bias_linear={has_bias}"])
+        work = make_workload(config, world_size=1, hardware=load_hardware("h100"))
+        software = replace(work.time_model(work.memory_model()).software, host=0.0)
+        model = replace(work.time_model(work.memory_model()), software=software)
+        seconds.append(float(model.step(row).total[0]))
+    device = load_hardware("h100").device
+    moved = 4 * 8 * 2 * 2048 * 8 * 1024 * 2.0 * BIASED_ROW_PASSES
+    assert seconds[0] - seconds[1] == pytest.approx(moved / device.hbm_bandwidth / device.efficiency.memory, rel=0.02)
 
 
 def test_few_tokens_per_expert_are_bound_by_the_weights() -> None:
