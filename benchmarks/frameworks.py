@@ -150,7 +150,7 @@ def kernels_of(row: Row) -> Kernels:
     compiled_loss = torch_loss and row.source.startswith("torchtitan_h200")  # torchtitan compiles its loss since 2025
     torch_bytes = 4.0 if compiled_loss else 18.0 if row.whole("tp", 1) > 1 else 14.0
     # Transformer Engine's fused cross entropy writes the logits' gradient over the logits.
-    fused_loss = (row.source == "simumax" and "cef" in row.name) or "Bridge" in row.text("framework")
+    fused_loss = has_fused_loss(row)
     modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
     return Kernels(
         flash=flash(row),
@@ -164,6 +164,11 @@ def kernels_of(row: Row) -> Kernels:
         recompute_modules=frozenset(modules) or frozenset({"core_attn"}),
         matmul_element=1.0 if precision(row) == "fp8" and not torch_loss else None,
     )
+
+
+def has_fused_loss(row: Row) -> bool:
+    """Transformer Engine's cross entropy, which Megatron-Bridge's recipes use."""
+    return (row.source == "simumax" and "cef" in row.name) or "Bridge" in row.text("framework")
 
 
 def published_stages(model: ModelConfig, *, short_ends: bool) -> StageSource:
@@ -231,6 +236,8 @@ def software_of(row: Row) -> Software:
         param_bytes=2.0,
         grads_overlap=modern or fsdp or "no reshard" in row.text("dp_sharding"),
         params_overlap=modern or fsdp,
+        # It reads the logits twice and writes their gradient over them, and scales that in the backward.
+        loss_bytes=5.0 if has_fused_loss(row) else 14.0,
         sharded=not old,
         # Megatron-LM of these years, and DeepSpeed's pipeline engine.
         scattered_messages=old or source.startswith("megascale"),

@@ -27,8 +27,6 @@ PCIE_BANDWIDTH = 25e9
 """Bytes per second and direction between a GPU and its host: PCIe 4 x16, of 32e9 on paper."""
 HOST_BANDWIDTH = 200e9
 """Bytes per second of a host's memory, shared by its GPUs' optimizers: two sockets of eight channels, half used."""
-LOSS_BYTES = 14.0
-"""Bytes read and written per logit in the forward pass of the loss: casts to FP32, maximum, exponentials, sum."""
 
 EP_LEFT = 0.1
 """Share of overlapped expert-parallel communication that is seen: the first micro-batch's, and SMs that it takes."""
@@ -68,6 +66,8 @@ class Software:
     added_bytes: float = 0.0
     """Per element of a weight and micro-batch: read and written by the kernel that adds a 16-bit gradient to its FP32
     sum; 0 where the product adds it (gradient_accumulation_fusion)."""
+    loss_bytes: float = 14.0
+    """Bytes read and written per logit in a pass of the loss: casts to FP32, maximum, exponentials, sum."""
     grads_overlap: bool = True
     """The reduction runs under the last backward."""
     params_overlap: bool = False
@@ -255,7 +255,7 @@ class TimeModel:
         matrix = Gemm(t, rows / at.tp, model.hidden_size)
         product = compute.gemm_seconds(matrix, device)
         added = compute.addition_seconds([matrix], device, self.software.added_bytes)
-        light = LOSS_BYTES * t * rows / at.tp / (device.hbm_bandwidth * device.efficiency.memory)
+        light = self.software.loss_bytes * t * rows / at.tp / (device.hbm_bandwidth * device.efficiency.memory)
         return Pass(product + light, product + light, product + added, 0.0 * product)
 
     # --- communication -----------------------------------------------------------------------------------------
