@@ -41,8 +41,8 @@ beside the gradient."""
 MAIN_GRAD_BYTES = 8.0
 """Bytes read and written per element of a weight's FP32 gradient, for every micro-batch."""
 BIASED_ROW_PASSES = 16.0
-"""More of `Software.row_passes` for experts with biases: megatron-core 0.19 multiplies each expert's bias with its rows'
-probabilities in FP32, adds, joins and casts them, 28 bytes per element forward and some 36 backward."""
+"""More of `Software.row_passes` for experts with biases: megatron-core 0.19 multiplies each expert's bias with its
+rows' probabilities in FP32, adds, joins and casts them, 28 bytes per element forward and some 36 backward."""
 MOE_KERNELS = 6.0
 """Kernels of a layer with experts (router, sorting, dispatch, experts, combination) per kernel of a dense one."""
 
