@@ -154,7 +154,7 @@ def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardwa
     if missing := sorted(_KEYS - entry.keys() - {"like"}):
         raise ConfigError(f"hardware entry {name} lacks {', '.join(missing)}.")
     known = {field.name for field in fields(Efficiency)}
-    if unknown := sorted(entry["efficiency"].keys() - known):
+    if unknown := sorted(map(str, entry["efficiency"].keys() - known)):
         raise ConfigError(f"efficiency of hardware entry {name} has unknown keys {', '.join(unknown)}.")
     for key, value in {**entry, **entry["efficiency"]}.items():
         least = "at least 0" if key in _MAY_BE_ZERO else "above 0"
