@@ -99,14 +99,31 @@ def bare_steps(hidden: int, steps: int) -> float:
     return statistics.median(seconds[2:])
 
 
+def of_llama(layers: int, hidden: int, keys: int, ffn: int) -> list[Any]:
+    """The matrices of a Llama: queries, keys and values, and gate and up projection, are a parameter each."""
+    from megaaccum.optim.owners import Matrix
+
+    fused = [
+        [(hidden, hidden), (keys, hidden), (keys, hidden)],
+        [(hidden, hidden)],
+        [(ffn, hidden)] * 2,
+        [(hidden, ffn)],
+    ]
+    return [
+        Matrix(f"{layer:03}.{param}", part, *shape)
+        for layer in range(layers)
+        for param, shapes in enumerate(fused)
+        for part, shape in enumerate(shapes)
+    ]
+
+
 def draw(path: Path) -> None:
     """The owners' load of Llama-3-8B's matrices on 64 ranks: longest first, and in the order of the model."""
     from matplotlib.figure import Figure
 
-    from megaaccum.optim.owners import Matrix, assign, balance
+    from megaaccum.optim.owners import assign, balance
 
-    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
-    matrices = [Matrix(f"layers.{n:02}", part, *shape) for n in range(32) for part, shape in enumerate(shapes)]
+    matrices = of_llama(32, 4096, 1024, 14336)
     ways = {
         "longest first": assign(matrices, 64),
         "in the order of the model": [matrices[rank::64] for rank in range(64)],
@@ -132,6 +149,7 @@ def main(argv: list[str]) -> int:
         draw(options.picture)
         return 0
     from megaaccum.lab.planner.matrices import forecast
+    from megaaccum.optim.owners import assign
 
     print(f"{'':<24}{'adam':>10}{'muon':>10}{'ratio':>8}{'counted':>14}{'predicted':>14}")
     for backend in BACKENDS:
@@ -145,6 +163,9 @@ def main(argv: list[str]) -> int:
         predicted = RANKS * (expected.to_owners + expected.back)
         (adam, _), (muon, moved) = found["adam"], found["muon"]
         print(f"{backend:<24}{adam:>10.4f}{muon:>10.4f}{muon / adam:>8.2f}{moved:>14,.0f}{predicted:>14,.0f}")
+    start = time.perf_counter()
+    owners = sum(map(bool, assign(of_llama(126, 16384, 1024, 53248), 16384)))
+    print(f"assignment of Llama-3.1-405B on 16,384 ranks: {time.perf_counter() - start:.3f} s, {owners} owners")
     (bare,) = run_ranks(bare_steps, 1, options.hidden, options.steps, timeout=300)
     print(f"{'bare loop, one rank':<24}{'':>10}{bare:>10.4f}")
     return 0

@@ -348,6 +348,12 @@ def _precisions(sharding: ShardingConfig) -> str:
     return f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
 
 
+_MOMENTA = {
+    True: "momenta live at the owners, to which gradients are reduced",
+    False: "momenta live with the shards",
+}
+
+
 def _muon(plan: Plan) -> list[str]:
     """Muon's work and traffic on the stage with the most of it; nothing with AdamW."""
     if plan.config.optimizer.optimizer != "muon" or plan.layout.schedule not in SCHEDULES:
@@ -357,7 +363,7 @@ def _muon(plan: Plan) -> list[str]:
         f"Muon: {found.count:,} matrices of a stage over {at.tp * at.cp * at.dp} owners"
         f" (tp {at.tp} * cp {at.cp} * dp {at.dp}), the busiest with {found.balance:.2f} times the mean cost,"
         f" {found.flops / 1e12:,.2f} TFLOP per step",
-        f"momenta live with the shards: {units.amount(found.to_owners)} to owners and {units.amount(found.back)} back"
+        f"{_MOMENTA[found.at_owners]}: {units.amount(found.to_owners)} to owners and {units.amount(found.back)} back"
         f" per rank and step, {units.amount(found.saved)} of second moments less per stage",
     ]
 

@@ -74,7 +74,7 @@ def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> N
 def _copy_in(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's parts of whole `weights`, by their names in the model, into the backend's state."""
     for piece in backend.state():
-        if piece.name in weights:
+        if piece.name in weights and "param" in piece.tensors:
             mine = piece.tensors["param"]
             mine.copy_(weights[piece.name].reshape(-1)[piece.start : piece.start + mine.numel()])
 

@@ -133,10 +133,11 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     return bool(getattr(param, "sequence_parallel", False)) or of_heads
 
 
-def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...]) -> None:
-    """Let Muon step `param`. parts: the matrices that it consists of (optim/muon.Part)."""
+def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...], *, at_owner: bool) -> None:
+    """Let Muon step `param`. parts: the matrices that it consists of (optim/muon.Part). at_owner: their owners keep the
+    momenta, and not the optimizer."""
     marked: Any = param
-    marked.matrix_parts = parts
+    marked.matrix_parts, marked.momentum_at_owner = parts, at_owner
 
 
 def is_matrix(param: torch.nn.Parameter) -> bool:

@@ -46,14 +46,15 @@ SHARE: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda k: 1.0,
     "all_reduce": lambda k: 2 * (k - 1) / k,
     "broadcast": lambda k: 1.0,
-    "reduce": lambda k: 1.0,
+    "reduce": lambda k: (k - 1) / k,
     "gather": lambda k: (k - 1) / k,
     "scatter": lambda k: (k - 1) / k,
     "send": lambda k: 1.0,
 }
 """Bytes that cross, per byte of the whole buffer, over k ranks (a ring's; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005). A receive is counted as the send; an all-to-all, whose ranks may send
-unequal parts, is counted in bytes of other ranks."""
+Communication Operations in MPICH", 2005; a reduction to one rank is a chain, whose first rank receives nothing: the
+mean). A receive is counted as the send; an all-to-all, whose ranks may send unequal parts, is counted in bytes of other
+ranks."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.upstream import emerging
 
@@ -66,7 +67,8 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
 def _mark(plan: Plan, wanted: set[str], chunks: list[torch.nn.Module]) -> None:
     for name, param in names.named_parameters(chunks):
         if name in wanted:
-            names.mark_matrix(param, parts_of(plan, name, param, chunks[0].config))
+            parts = parts_of(plan, name, param, chunks[0].config)
+            names.mark_matrix(param, parts, at_owner=owners.at_owners(plan.config, plan.batch.num_microbatches))
 
 
 def matrices_of(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:

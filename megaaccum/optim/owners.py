@@ -1,11 +1,16 @@
 """The owner of each matrix under Muon: a pipeline stage's matrices are shared out among its ranks by the cost of their
-Newton-Schulz iterations. Without torch: the planner prices layouts with it."""
+Newton-Schulz iterations. And where momenta live. Without torch: the planner prices layouts with it."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaaccum.config.schema import Config
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -31,15 +36,44 @@ class Matrix:
         return steps * (4 * short * short * long + 2 * short**3)
 
 
-def assign(matrices: Iterable[Matrix], ranks: int) -> list[list[Matrix]]:
-    """The matrices of each rank, largest cost first: each goes to the rank with the least so far (longest processing
-    time first, Graham 1969). The same on every rank that lists the same matrices in whatever order."""
-    loads = [(0, rank) for rank in range(ranks)]
+def at_owners(config: Config, num_microbatches: int) -> bool:
+    """Whether a matrix' gradient is reduced straight to its owner, who keeps the momentum; else the momentum lives
+    where the backend's shards do.
+
+    Not with torch DDP, where all ranks have the whole gradient; with sums in one order, which each backend makes in its
+    own shards; with an optimizer in host memory; if weights are added to gradients; and not where replicas stream more
+    than two micro-batches, which would cross between replicas one by one.
+    """
+    keys, sharding = config.optimizer, config.sharding
+    adds_weights = keys.muon_weight_decay_method == "l2"
+    streams = sharding.sync == "streaming" and sharding.data_parallel_replicas > 1 and num_microbatches > 2
+    elsewhere = sharding.backend == "ddp" or sharding.deterministic or sharding.offload_optimizer != "none"
+    return keys.optimizer == "muon" and not (elsewhere or adds_weights or streams)
+
+
+def assign(
+    matrices: Iterable[Matrix], ranks: int, holders: Mapping[str, tuple[int, ...]] | None = None
+) -> list[list[Matrix]]:
+    """The matrices of each rank, largest cost first: those of a parameter go together to the rank with the least so far
+    (longest processing time first, Graham 1969). The same on every rank that lists the same matrices in whatever order.
+    holders: by name, the ranks among which the owner is chosen; all by default."""
+    by_name: defaultdict[str, list[Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        by_name[matrix.name].append(matrix)
+    loads, everyone = [0] * ranks, tuple(range(ranks))
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
-    for cost, matrix in sorted((-each.flops(1), each) for each in matrices):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(matrix)
-        heapq.heappush(loads, (load - cost, rank))
+    for cost, name in sorted((-sum(each.flops(1) for each in its), name) for name, its in by_name.items()):
+        among = everyone if holders is None else holders[name]
+        if among not in heaps:
+            heaps[among] = sorted((loads[rank], rank) for rank in among)
+        heap = heaps[among]
+        while heap[0][0] != (load := loads[heap[0][1]]):  # it was given a matrix from another heap
+            heapq.heapreplace(heap, (load, heap[0][1]))
+        rank = heap[0][1]
+        owned[rank] += sorted(by_name[name])
+        loads[rank] -= cost
+        heapq.heapreplace(heap, (loads[rank], rank))
     return owned
 
 

@@ -15,6 +15,7 @@ import torch
 
 from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
+from megaaccum.sharding.owner_sums import OwnerSums
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import AnyOrder
 
@@ -48,8 +49,9 @@ class StatePiece:
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.
     tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of Muon's matrices {"param",
-    "momentum_buffer"}, of a frozen parameter {"param": weight}; writing to them and then `adopt_state` changes the
-    model. replica: of the data-parallel ranks that hold the same piece, which one this is.
+    "momentum_buffer"} (a piece each if the owner keeps it), of a frozen parameter {"param": weight}; writing to them
+    and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same piece, which one
+    this is.
     """
 
     name: str
@@ -84,6 +86,9 @@ class ShardingBackend(Protocol):
 
     memory: HighWater
     """The most bytes that it held since the last call, by kind."""
+
+    at_owners: OwnerSums
+    """Sums and momenta of matrices whose gradients are reduced straight to their owners."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Bytes that it holds now, by kind (observe/memory.py)."""
@@ -137,7 +142,11 @@ class ShardingBackend(Protocol):
         the two copies of a tied embedding."""
 
     def shards(self) -> Iterator[GradShard]:
-        """This rank's parts of the reduced gradient, after `finish_reduction`."""
+        """This rank's parts of the reduced gradient, after `finish_reduction`; of matrices that are reduced to their
+        owners, what this rank keeps."""
+
+    def own_shards(self) -> Iterator[GradShard]:
+        """The gradients that the optimizer reads in `step`, in which updates of matrices are put."""
 
     def step(self) -> None:
         """Run the optimizer on the gradients as they are now."""
@@ -149,7 +158,10 @@ class ShardingBackend(Protocol):
         """Drop the gradients of this step, leaving weights and optimizer state as they were."""
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights, frozen ones too, and optimizer state."""
+        """This rank's parts of weights, frozen ones too, and optimizer state, momenta at owners included."""
+
+    def own_state(self) -> Iterator[StatePiece]:
+        """`state` without momenta at owners."""
 
     def adopt_state(self, num_steps: int) -> None:
         """Make the contents of `state` the model after `num_steps` optimizer steps."""
@@ -212,6 +224,37 @@ class Backend:
         self.memory = HighWater()
         self._groups, self._chunks = groups, chunks
         self._last_flush = True
+        self.at_owners = OwnerSums(groups)
+
+    def own_shards(self) -> Iterator[GradShard]:
+        """This backend's parts of the gradient."""
+        raise NotImplementedError
+
+    def own_state(self) -> Iterator[StatePiece]:
+        """This backend's parts of weights and optimizer state."""
+        raise NotImplementedError
+
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """This backend's tensors, by kind."""
+        raise NotImplementedError
+
+    def shards(self) -> Iterator[GradShard]:
+        yield from (shard for shard in self.own_shards() if not self.at_owners.takes(shard.param))
+        for name, owned in self.at_owners.owned.items():
+            assert owned.grad is not None, f"{name} has no gradient"
+            yield GradShard(name, owned.param, owned.grad, 0)
+
+    def state(self) -> Iterator[StatePiece]:
+        yield from self.own_state()
+        for name, owned in self.at_owners.owned.items():
+            yield StatePiece(name, owned.param, 0, {"momentum_buffer": owned.momentum})
+
+    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        held, owned = self.own_tensors(), self.at_owners.owned.values()
+        for kind, more in (("optimizer", [o.momentum for o in owned]), ("gradients_shard", [o.grad for o in owned])):
+            if found := [each for each in more if each is not None]:
+                held[kind] = [*held.get(kind, ()), *found]
+        return held
 
     def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to do: parameters are whole, or a module's forward gathers them."""

@@ -228,7 +228,7 @@ class DdpBackend(UnshardedBackend):
         self._optimizer.zero_grad(set_to_none=True)
         self._fp32_sums.begin_apart()
 
-    def shards(self) -> Iterator[GradShard]:
+    def own_shards(self) -> Iterator[GradShard]:
         """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""
         for name, param in self._parameters:
             if not param.requires_grad:
@@ -249,7 +249,7 @@ class DdpBackend(UnshardedBackend):
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def state(self) -> Iterator[StatePiece]:
+    def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             if param.requires_grad:
                 replica = names.dp_group(param, self._groups).rank()
@@ -261,7 +261,7 @@ class DdpBackend(UnshardedBackend):
         adam.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
         self._round_masters()
 
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
         params = [param for _, param in names.named_parameters(self._chunks)]
         grads = [param.grad for _, param in self._parameters if param.grad is not None]

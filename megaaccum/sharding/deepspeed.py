@@ -137,6 +137,7 @@ class DeepSpeedBackend(Backend):
         self._reducing = False
         self._turns.begin()
         self.sums.clear()
+        self.at_owners.begin()
         for param in self.driver.params:
             param.grad = None
         if self.fp32_sums is not None:
@@ -157,6 +158,7 @@ class DeepSpeedBackend(Backend):
     def _reduce(self) -> None:
         self._reduce_rest()
         self.driver.finish_reduction()
+        self.at_owners.finish()
         self._reducing = False
 
     def gather(self) -> None:
@@ -175,7 +177,7 @@ class DeepSpeedBackend(Backend):
         finally:
             self.driver.release(apart)
 
-    def shards(self) -> Iterator[GradShard]:
+    def own_shards(self) -> Iterator[GradShard]:
         for param, grad, start in self.driver.shards():
             yield GradShard(self._names[id(param)], param, grad, start)
 
@@ -196,7 +198,7 @@ class DeepSpeedBackend(Backend):
     def discard(self) -> None:
         self.driver.discard()
 
-    def state(self) -> Iterator[StatePiece]:
+    def own_state(self) -> Iterator[StatePiece]:
         for param, start, tensors in self.driver.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
         if not isinstance(self.driver, zero.Zero3):
@@ -206,7 +208,7 @@ class DeepSpeedBackend(Backend):
         self.driver.adopt_state(num_steps)
         self._updates.done = num_steps
 
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.driver.tensors()
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
@@ -261,7 +263,11 @@ class DeepSpeedBackend(Backend):
         if param.grad is None:
             param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
         self._look_at(param)
-        self.driver.reduce(param)
+        if self.at_owners.takes(param):
+            self.at_owners.add(param, param.grad)
+            param.grad = None
+        else:
+            self.driver.reduce(param)
 
     def _look_at(self, param: torch.nn.Parameter) -> None:
         if (look := self.before_reduce) is not None:

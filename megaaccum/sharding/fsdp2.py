@@ -21,6 +21,7 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.optim import owners
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import Backend, GradShard, StatePiece, sums_of
 from megaaccum.sharding.expert_turns import before_experts
@@ -73,6 +74,9 @@ class Fsdp2Backend(Backend):
                     pytorch.on_gradient(param, partial(self._on_gradient, held))
                 elif self._splits:
                     pytorch.on_gradient(param, partial(self._keep_for_w, number, held))
+        at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
+        for chunk in chunks if at_owners else ():  # first: what is added later runs before it
+            fsdp2.divert(chunk, self.at_owners)
         fsdp2.watch(self._roots, self.memory.note)
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
@@ -222,12 +226,14 @@ class Fsdp2Backend(Backend):
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self.sums.clear()
+        self.at_owners.begin()
         self._of_i.clear()
         for tree in self._trees:
             tree.clear()
         self.resume_accumulation()
 
     def finish_reduction(self) -> None:
+        self.at_owners.finish()
         sum_over_tp(self, self._groups)
         sum_tied_copies(self, self._groups)
 
@@ -263,11 +269,13 @@ class Fsdp2Backend(Backend):
     def _units(self) -> list[FSDPModule]:
         return [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
 
-    def shards(self) -> Iterator[GradShard]:
+    def own_shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""
         for name, param in self._parameters:
             if not param.requires_grad:
                 continue
+            if self.at_owners.takes(param) and param.grad is None:
+                param.grad = torch.zeros_like(param)
             assert param.grad is not None, f"{name} has no gradient"
             yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param), _replica(param))
 
@@ -277,7 +285,7 @@ class Fsdp2Backend(Backend):
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def state(self) -> Iterator[StatePiece]:
+    def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param}
             if param.requires_grad:
@@ -291,7 +299,7 @@ class Fsdp2Backend(Backend):
         for unit in self._units():
             unit.reshard()  # what is gathered is of before; a module's own parameters alone
 
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self._optimizer)}
         kept = [grad for grads in self._of_i.values() for _, grad in grads]
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer, HybridDeviceOptimizer
@@ -19,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
+from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
@@ -51,7 +53,8 @@ class MegatronBackend(UnshardedBackend):
         self._names = {id(param): name for name, param in names.named_parameters(chunks)}
         sharding = plan.config.sharding
         self.sums = MicrobatchSums.from_plan(plan, groups)
-        megatron.reduce_scatter()
+        at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
+        megatron.reduce_scatter(self._reduce_to_owners if at_owners else None)
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
             optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
@@ -155,6 +158,22 @@ class MegatronBackend(UnshardedBackend):
         if not self._missing[group] and group.ddp_config.overlap_grad_reduce:
             group.start_grad_sync()
 
+    def _reduce_to_owners(
+        self, output: torch.Tensor, flat: torch.Tensor, *, group: dist.ProcessGroup, **unused: Any
+    ) -> None:
+        """Send each matrix of a bucket to its owner, and each part of the rest to the rank in whose share it lies."""
+        sums, share = self.at_owners, output.numel()
+        for param in megatron.params_of(self._ddp, flat):
+            grad: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
+            if sums.takes(param):
+                sums.add(param, grad)
+                continue
+            start = grad.storage_offset() - flat.storage_offset()
+            for rank in range(start // share, -(-(start + grad.numel()) // share)):
+                part = flat[max(start, rank * share) : min(start + grad.numel(), (rank + 1) * share)]
+                sums.add_part(group, rank, part, part.copy_)
+        sums.send()
+
     def _others(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's other partial sums of a bucket, laid out as Megatron has laid out the first."""
         params = megatron.params_of(self._ddp, flat)
@@ -186,6 +205,7 @@ class MegatronBackend(UnshardedBackend):
                 param.grad = None
         for ddp in self._ddp:
             ddp.finish_grad_sync()  # which begins with the buckets that were not sent
+        self.at_owners.finish()
         self._reduced = True
 
     # --- the step ---
@@ -193,13 +213,14 @@ class MegatronBackend(UnshardedBackend):
     def begin_accumulation(self) -> None:
         self._reduced = False
         self.sums.clear()
+        self.at_owners.begin()
         self._syncing = False
         self._turns.begin()
         self._missing = Counter(self._bucket.values())
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
 
-    def shards(self) -> Iterator[GradShard]:
+    def own_shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""
         for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
@@ -213,7 +234,7 @@ class MegatronBackend(UnshardedBackend):
     def discard(self) -> None:
         """Nothing to do: the next step empties the buffers."""
 
-    def state(self) -> Iterator[StatePiece]:
+    def own_state(self) -> Iterator[StatePiece]:
         for name, param in names.named_parameters(self._chunks):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
@@ -223,7 +244,7 @@ class MegatronBackend(UnshardedBackend):
     def adopt_state(self, num_steps: int) -> None:
         megatron.adopt(self.optimizer, num_steps)
 
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = megatron.tensors(self.optimizer)
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held

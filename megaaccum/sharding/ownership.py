@@ -1,19 +1,19 @@
 """Muon under every sharding: each matrix is made whole on one rank, its owner, where Newton-Schulz runs once per step.
 
-The one thing that this asks of a backend is what it has anyway: `shards`, its parts of the reduced gradients, and
-`state`, its parts of momenta and weights. The momentum lives where the shard lives: its average is made element by
-element there, and a checkpoint finds it under the parameter's name. What the iteration needs, the momentum or
-(Nesterov) the gradient moved towards it, crosses to the owner by an all-to-all over the ranks of the stage
-(tp x cp x dp), parts of tensor parallelism and shards alike, and the update comes back in the same way, in place of the
-gradient. The backend's own step then applies it, and gathers weights as always.
+A matrix' gradient is reduced straight to the ranks that keep its momentum (owner_sums.py): its owner, and under tensor
+parallelism the ranks beside it, whose parts come to the owner by an all-to-all over the ranks of the stage
+(tp x cp x dp). If the backend's own reduction has to stay (`owners.at_owners`), the momentum lives where the shard
+lives, and what the iteration needs crosses by the same all-to-all. The update comes back to the shards by another, in
+place of the gradient. The backend's own step then applies it, and gathers weights as always.
 
 Exchanges are made in rounds: while an owner iterates, what it needs next arrives and what it made before goes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,8 @@ class Held:
     """A rank's piece of a parameter.
 
     rows, columns: of the tensor-parallel part. axis: along which `num_tp` ranks cut it. tp: which part this is.
-    start, numel: the piece's range in the flattened part; a rank may hold nothing of it.
+    start, numel: the piece's range in the flattened part; a rank may hold nothing of it. dp: the rank's number among
+    those with the same part.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Held:
     tp: int
     start: int
     numel: int
+    dp: int = field(default=0, compare=False)
 
     def matrices(self) -> list[Matrix]:
         """The whole matrices of the parameter."""
@@ -116,15 +118,17 @@ class Transfer:
 
     def arrived(self) -> Iterator[tuple[Move, torch.Tensor]]:
         """Wait, and give each move with its elements."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         yield from zip(self.moves, self.received.split([move.numel for move in self.moves]), strict=True)
 
 
 class MatrixUpdates:
     """Puts Muon's updates in place of the gradients of the matrices that a backend holds.
 
-    owned: the matrices of each rank of the stage. num_calls: Newton-Schulz iterations that this rank has run. summary:
-    what Muon and AdamW step, for the start of a run. Construction is collective over the stage and the pipeline.
+    owned: the matrices of each rank of the stage. to_owners, back: bytes that this rank receives in a step's exchanges.
+    num_calls: Newton-Schulz iterations that this rank has run. summary: what Muon and AdamW step, for the start of a
+    run. Construction is collective over the stage and the pipeline.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend):
@@ -137,25 +141,38 @@ class MatrixUpdates:
         everyone = gathered((_held(groups, chunks, backend), _others(chunks)), self._group)
         held = [pieces for pieces, _ in everyone]
         self._form = {matrix: each for pieces in held for each in pieces for matrix in each.matrices()}
-        self.owned = owners.assign(self._form, self._group.size())
-        holders = _Holders(held, self._group.rank())
+        at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
+        holders = _Holders(held, self._group.rank(), at_owners)
+        self.owned = owners.assign(self._form, self._group.size(), holders.ranks)
         members = owners.rounds(self.owned, self._keys.muon_bucket_size)
         self._rounds = [holders.round(each) for each in members]
+        self._stays = at_owners and all(form.num_tp == 1 for form in self._form.values())
+        """Whether all that an owner needs is on it."""
+        if at_owners:
+            homes, named = holders.homes(self.owned), list(names.named_parameters(chunks))
+            backend.at_owners.keep(plan, homes, named, backend.reduction_divisor)
+        self.to_owners = self._dtype.itemsize * self._received(each.gets for each in self._rounds)
+        self.back = self._wire.itemsize * self._received(each.updates for each in self._rounds)
         self.num_calls = 0
         others = {name: kind for _, mine in everyone for name, kind in mine.items()}
-        self.summary = _summary(groups, self.owned, others)
+        self.summary = _summary(groups, self.owned, others, at_owners)
+
+    def _received(self, moves: Iterable[Moves]) -> int:
+        """Elements of moves that come from other ranks."""
+        others = [each for ways in moves for rank, each in enumerate(ways) if rank != self._group.rank()]
+        return sum(move.numel for each in others for move in each)
 
     @torch.no_grad()
     def orthogonalise(self) -> None:
         """Move the momenta on by the reduced gradients, and replace the gradients of matrices by their updates."""
-        grads = {shard.name: shard.grad for shard in self._backend.shards() if names.is_matrix(shard.param)}
+        grads = {shard.name: shard.grad for shard in self._backend.own_shards() if names.is_matrix(shard.param)}
         inputs = self._with_momentum(grads)
-        coming = [self._send(self._rounds[0].gives, self._rounds[0].gets, self._read(inputs))] if self._rounds else []
+        coming = [self._fetch(self._rounds[0], inputs)] if self._rounds else []
         going: list[Transfer] = []
         for number, step in enumerate(self._rounds):
             parts = self._parts(step.mine, coming.pop())
             for later in self._rounds[number + 1 : number + 2]:
-                coming.append(self._send(later.gives, later.gets, self._read(inputs)))
+                coming.append(self._fetch(later, inputs))
             results = {matrix: self.iterate(matrix, parts[matrix]) for matrix in step.mine}
             going.append(self._send(step.returns, step.updates, self._cut(results), self._wire))
             if number:
@@ -164,12 +181,14 @@ class MatrixUpdates:
             self._write(last, grads)
 
     def _with_momentum(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The averages that are to be orthogonalised: of each parameter this rank's shard."""
+        """The averages that are to be orthogonalised: of each parameter what this rank keeps."""
         keys, inputs = self._keys, {}
         decay = next((group["weight_decay"] for group in self._backend.param_groups if group.get("matrices")), 0.0)
         for piece in self._backend.state():
-            if piece.name in grads:
-                grad, momentum = grads[piece.name], piece.tensors["momentum_buffer"]
+            if "momentum_buffer" in piece.tensors:
+                owned, momentum = self._backend.at_owners.owned.get(piece.name), piece.tensors["momentum_buffer"]
+                grad = grads[piece.name] if owned is None else owned.grad
+                assert grad is not None
                 if keys.muon_weight_decay_method == "l2" and decay:
                     grad.add_(piece.tensors["param"] * decay)
                 momentum.lerp_(grad, 1 - keys.muon_momentum)
@@ -189,10 +208,17 @@ class MatrixUpdates:
         self._backend.memory.note("buffers", sent.nbytes + received.nbytes)
         return Transfer(received, sent, work, [move for moves in back for move in moves])
 
-    @staticmethod
-    def _read(inputs: dict[str, torch.Tensor]) -> Callable[[Move], torch.Tensor]:
-        """A function that reads a move's elements from this rank's shards."""
-        return lambda move: inputs[move.matrix.name].narrow(0, move.run[0], move.numel)
+    def _fetch(self, step: Round, inputs: dict[str, torch.Tensor]) -> Transfer:
+        """Start to bring this rank what it iterates in a round."""
+
+        def read(move: Move) -> torch.Tensor:
+            return inputs[move.matrix.name].narrow(0, move.run[0], move.numel)
+
+        if not self._stays:
+            return self._send(step.gives, step.gets, read)
+        moves = [move for each in step.gets for move in each]
+        mine = torch.cat([read(move) for move in moves]) if moves else torch.empty(0)
+        return Transfer(mine, mine, None, moves)
 
     def _parts(self, mine: list[Matrix], transfer: Transfer) -> dict[Matrix, list[torch.Tensor]]:
         """The tensor-parallel parts of this round's own matrices, whole and flat."""
@@ -231,38 +257,68 @@ class MatrixUpdates:
 
 
 class _Holders:
-    """Which ranks of the stage hold which piece of each parameter. me: this one."""
+    """Which ranks of the stage hold which piece of each parameter. me: this one. ranks: by name, those that hold any
+    part of it. at_owners: what is orthogonalised is whole on the owner, and under tensor parallelism on the ranks of
+    the same data-parallel number; else in the pieces."""
 
-    def __init__(self, held: list[list[Held]], me: int):
-        self._me, self._size = me, len(held)
+    def __init__(self, held: list[list[Held]], me: int, at_owners: bool):
+        self._me, self._size, self._at_owners = me, len(held), at_owners
+        self._held = [{each.name: each for each in pieces} for pieces in held]
         self._pieces: dict[str, dict[Held, list[int]]] = {}
+        self._beside: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank, pieces in enumerate(held):
             for each in pieces:
+                ranks[each.name].append(rank)
+                self._beside[each.name, each.dp].append(rank)
                 if each.numel:
                     self._pieces.setdefault(each.name, {}).setdefault(each, []).append(rank)
-        self._own = {each.name: each for each in held[me] if each.numel}
+        self.ranks = {name: tuple(found) for name, found in ranks.items()}
+
+    def homes(self, owned: list[list[Matrix]]) -> dict[str, int]:
+        """By name of each parameter, the data-parallel number of the ranks that keep it."""
+        of_rank = ((self._held[rank], matrix.name) for rank, matrices in enumerate(owned) for matrix in matrices)
+        return {name: held[name].dp for held, name in of_rank}
 
     def round(self, members: list[tuple[int, Matrix]]) -> Round:
         """The moves of this rank in a round of (owner, matrix)."""
         found = Round([matrix for owner, matrix in members if owner == self._me], *self._no_moves())
         for owner, matrix in members:
-            own = self._own.get(matrix.name)
-            pieces = self._pieces[matrix.name] if owner == self._me else {own} if own else set()
-            for each in pieces:
-                ranks = self._pieces[matrix.name][each]
-                # Of equal pieces that of the owner needs no way; else owners ask different replicas.
-                sender = owner if owner in ranks else ranks[owner % len(ranks)]
+            for sender, each in self._sources(owner, matrix):
                 for run in each.runs(matrix.part):
                     move = Move(matrix, each.tp, run)
                     if sender == self._me:
                         found.gives[owner].append(move)
                     if owner == self._me:
                         found.gets[sender].append(move)
-                        for rank in ranks:
-                            found.returns[rank].append(move)
+            for each in self._mine(owner, matrix):
+                ranks = self._pieces[matrix.name][each]
+                for run in each.runs(matrix.part):
+                    move = Move(matrix, each.tp, run)
+                    for rank in ranks if owner == self._me else ():
+                        found.returns[rank].append(move)
                     if self._me in ranks:
                         found.updates[owner].append(move)
         return found
+
+    def _mine(self, owner: int, matrix: Matrix) -> Iterable[Held]:
+        """The pieces that this rank sends or receives updates of: as the owner all of them, else its own."""
+        own = self._held[self._me].get(matrix.name)
+        return self._pieces[matrix.name] if owner == self._me else [own] if own and own.numel else []
+
+    def _sources(self, owner: int, matrix: Matrix) -> Iterator[tuple[int, Held]]:
+        """(rank, piece) of what is orthogonalised and this rank sends or receives."""
+        if self._at_owners:
+            its = self._held[owner][matrix.name]
+            for rank in self._beside[matrix.name, its.dp] if its.num_tp > 1 else [owner]:
+                if self._me in (owner, rank):
+                    each = self._held[rank][matrix.name]
+                    yield rank, replace(each, start=0, numel=each.rows * each.columns)
+            return
+        for each in self._mine(owner, matrix):
+            ranks = self._pieces[matrix.name][each]
+            # Of equal pieces that of the owner needs no way; else owners ask different replicas.
+            yield owner if owner in ranks else ranks[owner % len(ranks)], each
 
     def _no_moves(self) -> Iterator[Moves]:
         for _ in range(4):
@@ -271,7 +327,7 @@ class _Holders:
 
 def _held(groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend) -> list[Held]:
     """This rank's pieces of matrices; of one of which it has nothing, an empty piece."""
-    ranges = {piece.name: (piece.start, piece.tensors["param"].numel()) for piece in backend.state()}
+    ranges = {piece.name: (piece.start, piece.tensors["param"].numel()) for piece in backend.own_state()}
     found = []
     for name, param in names.named_parameters(chunks):
         if names.is_matrix(param):
@@ -281,7 +337,8 @@ def _held(groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBacken
             is_cut = among.size() > 1 and names.is_sharded_over_tp(param)
             axis, num_tp, tp = (marked.partition_dim, among.size(), among.rank()) if is_cut else (0, 1, 0)
             parts = tuple(Part(*part) for part in marked.matrix_parts)
-            found.append(Held(name, parts, rows, columns, axis, num_tp, tp, *ranges.get(name, (0, 0))))
+            dp = names.dp_group(param, groups).rank()
+            found.append(Held(name, parts, rows, columns, axis, num_tp, tp, *ranges.get(name, (0, 0)), dp))
     return found
 
 
@@ -297,8 +354,9 @@ def _others(chunks: list[torch.nn.Module]) -> dict[str, str]:
     }
 
 
-def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str]) -> str:
-    """Counts of what Muon and AdamW step in the whole model, and the owners' balance. Collective over the pipeline."""
+def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str], at_owners: bool) -> str:
+    """Counts of what Muon and AdamW step in the whole model, where momenta live, and the owners' balance. Collective
+    over the pipeline."""
     kinds = [*_KINDS.values(), "others"]
     matrices = [matrix for each in owned for matrix in each]
     counts = [len(matrices), sum(matrix.numel for matrix in matrices), *map([*others.values()].count, kinds)]
@@ -308,5 +366,6 @@ def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str]) 
     shown = ", ".join(f"{count} {kind}" for count, kind in zip(rest, kinds, strict=True) if count)
     return (
         f"optimizer: muon {number} matrices ({numel:,} elements; the busiest owner of this stage has"
-        f" {owners.balance(owned):.2f} times the mean cost), adam {shown or 'nothing'}"
+        f" {owners.balance(owned):.2f} times the mean cost; momenta {'at owners' if at_owners else 'in shards'}),"
+        f" adam {shown or 'nothing'}"
     )

@@ -118,6 +118,7 @@ class StreamingBackend(DeepSpeedBackend):
     def finish_reduction(self) -> None:
         """Give the optimizer the accumulators as its partitions."""
         self._reducer.wait()
+        self.at_owners.finish()
         for param in self._zero.params:
             if (tree := self._trees.pop(id(param), None)) is not None and (total := tree.total()) is not None:
                 self._zero.accumulator(param).add_(total)
@@ -127,6 +128,7 @@ class StreamingBackend(DeepSpeedBackend):
     def begin_step(self) -> None:
         self._reducer.wait()  # sums of flushes that were for looking only
         self._trees.clear()
+        self.at_owners.begin()
         self._waiting = 0
         self._zero.begin_partitions()
         for unit in self.units:
@@ -143,8 +145,8 @@ class StreamingBackend(DeepSpeedBackend):
     def gather_ahead(self) -> None:
         """Nothing to do."""
 
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        held = super().tensors()
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        held = super().own_tensors()
         partial_sums = [tensor for tree in self._trees.values() for tensor in tree.tensors()]
         return held | {"gradients_shard": [*held["gradients_shard"], *partial_sums]}
 
@@ -212,6 +214,11 @@ class StreamingBackend(DeepSpeedBackend):
             if self.sums.in_one_order:
                 self._reducer.wait()  # the unit before has then become sums of shards
             self._note_gradients(params)
+            for param in filter(self.at_owners.takes, params):
+                grad, param.grad = param.grad, None
+                self.at_owners.add(param, param.new_zeros(self._zero.numel(param)) if grad is None else grad)
+            self.at_owners.send()
+            params = [param for param in params if not self.at_owners.takes(param)]
             shares = [(param, self._zero.accumulator(param)) for param in params]
             if self.sums.in_one_order:
                 self._reducer.exchange(shares, partial(self._add_to_trees, params, self._microbatch))

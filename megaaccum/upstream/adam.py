@@ -8,8 +8,11 @@ import torch
 
 
 def moments(param: torch.nn.Parameter) -> tuple[str, ...]:
-    """Names of the optimizer's tensors for a trained parameter: Muon's of a matrix (optim/muon), or Adam's."""
-    return ("momentum_buffer",) if hasattr(param, "matrix_parts") else ("exp_avg", "exp_avg_sq")
+    """Names of the optimizer's tensors for a trained parameter: Muon's of a matrix (optim/muon), unless its owner has
+    it, or Adam's."""
+    if hasattr(param, "matrix_parts"):
+        return () if getattr(param, "momentum_at_owner", False) else ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
 
 
 def views(

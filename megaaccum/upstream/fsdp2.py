@@ -187,6 +187,32 @@ def complete_before_reduction(root: Any, rest: Callable[[torch.nn.Parameter], to
         _before_reduction(unit, partial(complete, unit))
 
 
+def divert(root: Any, sums: Any) -> None:
+    """Before each reduction of a unit of a fully sharded chunk, give `sums` (OwnerSums) the whole gradients that it
+    takes, and let FSDP2 reduce the others alone. One without any gradient gets zeros, which torch 2.13 would make for
+    those that were given too."""
+
+    def divert(unit: Any) -> None:
+        trained = [held for held in unit.fsdp_params if held.sharded_param.requires_grad]
+        if not any(sums.takes(held.sharded_param) for held in trained):
+            return
+        unit.reduce_scatter_unused_params = False
+        for held in trained:
+            held.accumulate_unsharded_grad_if_needed()
+        dtype = next((grad.dtype for held in trained for grad in _gradients(held)), None)
+        for held in trained:
+            if not _gradients(held):
+                give_gradient(held, torch.zeros_like(held._unsharded_param, dtype=dtype or held.reduce_dtype))
+            if sums.takes(held.sharded_param):
+                (grad,) = _gradients(held)
+                held._unsharded_param.grad = held.unsharded_accumulated_grad = None
+                sums.add(held.sharded_param, grad)
+        sums.send()
+
+    for unit in units(root):
+        _before_reduction(unit, partial(divert, unit))
+
+
 def _trained(module: Any) -> list[Any]:
     """FSDP2's record of each trained parameter of a fully sharded module's own unit, in the order of a reduction."""
     params = [param for unit in _own_units(module) for param in unit.fsdp_params]

@@ -28,6 +28,14 @@ def _iterated(updates: MatrixUpdates, matrix: torch.Tensor) -> torch.Tensor:
     return found * emerging.scale_factor(*matrix.shape, keys.muon_scale_mode)
 
 
+def _gathered(updates: MatrixUpdates) -> dict[str, torch.Tensor]:
+    """Whole momenta, flat, by name, from the ranks that keep them. Collective over the stage."""
+    mine = {name: owned.momentum for name, owned in updates._backend.at_owners.owned.items()}
+    everyone: list[Any] = [None] * updates._group.size()
+    dist.all_gather_object(everyone, mine, group=updates._group)
+    return {name: momentum for of_rank in everyone for name, momentum in of_rank.items()}
+
+
 @mistake(
     "each rank orthogonalises its shard of a matrix",
     "https://github.com/deepspeedai/DeepSpeed/issues/8600",
@@ -35,12 +43,12 @@ def _iterated(updates: MatrixUpdates, matrix: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def shards_orthogonalised(plan: Plan) -> Iterator[None]:
     def alone(original: Any, self: MatrixUpdates) -> None:
-        shards = [shard for shard in self._backend.shards() if names.is_matrix(shard.param)]
-        inputs = self._with_momentum({shard.name: shard.grad for shard in shards})
-        for shard in shards:
-            if shard.grad.numel():
-                rows = inputs[shard.name].view(-1, shard.param.shape[1])
-                shard.grad.copy_(_iterated(self, rows).reshape(-1))
+        original(self)  # which moves the momenta on
+        momenta = _gathered(self)
+        for shard in self._backend.own_shards():
+            if shard.name in momenta and shard.grad.numel():
+                mine = momenta[shard.name][shard.start : shard.start + shard.grad.numel()]
+                shard.grad.copy_(_iterated(self, mine.view(-1, shard.param.shape[1])).reshape(-1))
 
     with wrapped(MatrixUpdates, "orthogonalise", alone):
         yield

@@ -115,7 +115,7 @@ def moved(
     Padding is left out: to a multiple of K per parameter (ZeRO-3), of whole rows (FSDP2), of 64 elements per parameter
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
     """
-    param, grad = BYTES[sharding.params_dtype or "fp32"], _reduce_bytes(sharding)
+    param, grad = BYTES[sharding.params_dtype or "fp32"], reduce_bytes(sharding)
     inner = ranks // mode.replicas
     share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
@@ -173,7 +173,7 @@ def most_waiting(each: int, ranks: int, *, in_turns: bool) -> int:
     return max(partial_sums(odd * each, start, start + done) for start in starts for done in range(each))
 
 
-def _reduce_bytes(sharding: ShardingConfig) -> float:
+def reduce_bytes(sharding: ShardingConfig) -> float:
     """Per element of a gradient that crosses ranks; float64 stays what it is."""
     return 8.0 if sharding.params_dtype == "fp64" else BYTES[sharding.grad_reduce_dtype]
 
@@ -268,7 +268,7 @@ def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
         return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)
     if mode.backend == "fsdp2":
-        return _fsdp2_bytes(mode, param, _reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
+        return _fsdp2_bytes(mode, param, reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
     state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
     return _deepspeed_bytes(mode, param, grad, state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,14 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.footprint import BYTES
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, stages_of
 from megaaccum.lab.planner.weights import Elements
-from megaaccum.optim.owners import Matrix, assign, balance
+from megaaccum.optim.owners import Matrix, assign, at_owners, balance
 from megaaccum.pretrain.metrics.flops import expert_layers
 
 Shape = tuple[int, int]
+
+
+Fused = tuple[Shape, ...]
+"""The matrices of a parameter."""
 
 
 def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], *, tp: Any, ep: Any = 1, etp: Any = 1) -> Elements:
@@ -22,30 +27,36 @@ def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], *, tp: Any, ep: A
     total = Elements(0, 0)
     for stage in chunks:
         for moe, count in ((False, stage.dense), (True, stage.moe), *_predicted(model, stage)):
-            cut, whole, expert = (sum(r * c for r, c in shapes) for shapes in _layer(model, moe))
+            cut, whole, expert = (sum(r * c for each in kind for r, c in each) for kind in _layer(model, moe))
             total = total + Elements(cut // tp + whole, expert // (ep * etp)) * count
         total = total + Elements(2 * model.hidden_size**2 // tp, 0) * stage.prediction
     return total
 
 
 def stage_matrices(model: ModelConfig, chunks: Iterable[Stage]) -> Iterator[Matrix]:
-    """Every whole matrix of these chunks."""
+    """Every whole matrix of these chunks. Names begin with `whole` if tp does not cut the parameter, and with `expert`
+    for routed experts, whose number comes next."""
     for number, stage in enumerate(chunks):
         kinds = [False] * stage.dense + [True] * stage.moe
         kinds += [moe for moe, count in _predicted(model, stage) for _ in range(count)]
         for layer, moe in enumerate(kinds):
-            shapes = [shape for kind in _layer(model, moe) for shape in kind]
-            yield from (Matrix(f"{number}.{layer}", part, *shape) for part, shape in enumerate(shapes))
+            cut, whole, experts = _layer(model, moe)
+            each = len(experts) // (model.num_experts or 1)
+            params = [(f"cut {n}", shapes) for n, shapes in enumerate(cut)]
+            params += [(f"whole {n}", shapes) for n, shapes in enumerate(whole)]
+            params += [(f"expert {n // each} {n % each}", shapes) for n, shapes in enumerate(experts)]
+            for name, shapes in params:
+                yield from (Matrix(f"{name} {number}.{layer}", part, *shape) for part, shape in enumerate(shapes))
         for layer in range(stage.prediction):
-            yield Matrix(f"{number}.prediction.{layer}", 0, model.hidden_size, 2 * model.hidden_size)
+            yield Matrix(f"cut prediction {number}.{layer}", 0, model.hidden_size, 2 * model.hidden_size)
 
 
 def _predicted(model: ModelConfig, stage: Stage) -> list[tuple[bool, int]]:
     return [(expert_layers(model)[-1], stage.prediction)] if stage.prediction else []
 
 
-def _layer(model: ModelConfig, moe: bool) -> tuple[list[Shape], list[Shape], list[Shape]]:
-    """A layer's matrices: those that tp cuts, those that every tp rank holds whole, and those of routed experts."""
+def _layer(model: ModelConfig, moe: bool) -> tuple[list[Fused], list[Fused], list[Fused]]:
+    """A layer's parameters: those that tp cuts, those that every tp rank holds whole, and those of routed experts."""
     cut, whole = _attention(model)
     if not moe or model.num_experts is None:
         return [*cut, *_mlp(model, model.ffn_hidden_size or 0)], whole, []
@@ -54,34 +65,66 @@ def _layer(model: ModelConfig, moe: bool) -> tuple[list[Shape], list[Shape], lis
     return [*cut, *(_mlp(model, shared) if shared else ())], whole, experts
 
 
-def _mlp(model: ModelConfig, width: int) -> list[Shape]:
-    return [(width, model.hidden_size)] * (2 if model.swiglu else 1) + [(model.hidden_size, width)]
+def _mlp(model: ModelConfig, width: int) -> list[Fused]:
+    return [((width, model.hidden_size),) * (2 if model.swiglu else 1), ((model.hidden_size, width),)]
 
 
-def _attention(model: ModelConfig) -> tuple[list[Shape], list[Shape]]:
+def _attention(model: ModelConfig) -> tuple[list[Fused], list[Fused]]:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
         queries, keys = heads * (model.kv_channels or 0), (model.num_query_groups or heads) * (model.kv_channels or 0)
-        return [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)], []
+        return [((queries, hidden), (keys, hidden), (keys, hidden)), ((hidden, queries),)], []
     latent, wide = model.q_lora_rank, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    down = [(model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden), *([(latent, hidden)] if latent else [])]
-    up = [(heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank), (wide, latent or hidden)]
-    return [*up, (hidden, heads * model.v_head_dim)], down
+    down: list[Fused] = [((model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden),)]
+    down += [((latent, hidden),)] if latent else []
+    up = [((heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),), ((wide, latent or hidden),)]
+    return [*up, ((hidden, heads * model.v_head_dim),)], down
+
+
+def owners_of(plan: Plan, matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """The matrices of each rank of a stage, as the run assigns them: an expert's owner is among the ranks that hold
+    it."""
+    at, every = plan.layout, list(matrices)
+    ranks, share = tuple(range(at.tp * at.cp * at.dp)), (plan.config.model.num_experts or 1) // at.ep
+    of_expert = [tuple(rank for rank in ranks if rank // at.etp % at.ep == number) for number in range(at.ep)]
+    experts = {each.name: each.name.split() for each in every}
+    holders = {n: of_expert[int(words[1]) // share] if words[0] == "expert" else ranks for n, words in experts.items()}
+    return assign(every, len(ranks), holders)
+
+
+def _cut(plan: Plan, matrix: Matrix) -> tuple[int, int]:
+    """(ranks that share a matrix' tensor-parallel parts, number of these parts)."""
+    kind = matrix.name.split()[0]
+    among = plan.layout.etp if kind == "expert" else plan.layout.tp
+    return among, 1 if kind == "whole" else among
+
+
+def most_owned(plan: Plan, chunks: Iterable[Stage]) -> int:
+    """Elements of momenta on the rank of a stage that keeps the most, if owners keep them: under tensor parallelism the
+    parts of a matrix are on the ranks beside its owner."""
+    held: Counter[int] = Counter()
+    for rank, matrices in enumerate(owners_of(plan, stage_matrices(plan.config.model, chunks))):
+        for matrix in matrices:
+            among, parts = _cut(plan, matrix)
+            held.update({rank // among * among + other: matrix.numel // parts for other in range(among)})
+    return max(held.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """A step of Muon on the stage with the most work.
 
-    flops: of the busiest owner's iterations. balance: its cost over the mean. to_owners, back: bytes that a rank
-    receives, in the mean over the stage, if each holds an even share of every matrix; the owner of a part of a fused
-    weight may hold none of it, and receives at most ranks / (ranks - 1) as much. saved: bytes of second moments that
-    the stage does not hold.
+    flops: of the busiest owner's iterations. balance: its cost over the mean. at_owners: whether gradients are reduced
+    straight to owners, who keep the momenta. to_owners, back: bytes that a rank receives in exchanges, in the mean over
+    the stage, if each rank holds an even share of every matrix (ZeRO-1, -2 and Megatron's optimizer cut a run of all
+    parameters, of which an update's way is up to ranks / (ranks - 1) times as long). saved: bytes of second moments
+    that the stage does not hold.
     """
 
     count: int
     flops: int
     balance: float
+    at_owners: bool
     to_owners: float
     back: float
     saved: float
@@ -94,17 +137,22 @@ def forecast(plan: Plan) -> Forecast:
     chunks = [chunks_of_rank(stages, pp_rank, pp=at.pp, schedule=at.schedule) for pp_rank in range(at.pp)]
     of_stages = [list(stage_matrices(plan.config.model, each)) for each in chunks]
     most = max(of_stages, key=lambda matrices: sum(matrix.flops(1) for matrix in matrices))
-    owned = assign(most, ranks)
-    numel, width = sum(matrix.numel for matrix in most), BYTES["fp64" if sharding.params_dtype == "fp64" else "fp32"]
+    owned, width = owners_of(plan, most), BYTES["fp64" if sharding.params_dtype == "fp64" else "fp32"]
     wire = BYTES["bf16"] if keys.muon_fp32_matmul_prec == "medium" and width == BYTES["fp32"] else width
-    # Replicas that hold all of a matrix send nothing to an owner among them, and all of them get its update.
-    copies = at.dp * at.cp if sharding.backend == "ddp" else sharding.data_parallel_replicas
-    parts = ranks // copies
+    straight, to_owners, back = at_owners(plan.config, plan.batch.num_microbatches), 0.0, 0.0
+    for matrix in most:
+        among, parts = _cut(plan, matrix)
+        replicas = at.edp if matrix.name.startswith("expert") else at.dp * at.cp
+        # Replicas that hold all of a matrix send nothing to an owner among them, and all of them get its update.
+        copies = (replicas if sharding.backend == "ddp" else sharding.data_parallel_replicas) * among // parts
+        to_owners += matrix.numel * (1 - 1 / parts if straight else 1 - copies / (among * replicas))
+        back += matrix.numel * copies * (1 - 1 / (among * replicas))
     return Forecast(
         len(most),
         max(sum(matrix.flops(keys.muon_num_ns_steps) for matrix in matrices) for matrices in owned),
         balance(owned),
-        numel * width * (parts - 1) / parts / ranks,
-        numel * wire * (ranks - 1) / ranks / parts,
-        numel * width,
+        straight,
+        to_owners * width / ranks,
+        back * wire / ranks,
+        sum(matrix.numel for matrix in most) * width,
     )

@@ -96,6 +96,11 @@ class MemoryModel:
     """Groups of data-parallel ranks that hold the whole sharded model each."""
     second_moment: float = 0.0
     """Bytes per element of a matrix that Muon does not keep beside its momentum."""
+    most_owned: Callable[[list[Stage]], float] | None = None
+    """Elements of the matrices of a rank's chunks whose momenta and sums are on the rank that keeps the most, if they
+    are on their owners; if it is not known, the mean (`at_owners`)."""
+    at_owners: bool = False
+    """Whether matrices' gradients are reduced straight to their owners, who keep the momenta."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
     flushes: int = 1
@@ -230,7 +235,13 @@ class MemoryModel:
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         if self.second_moment:
             matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
-            totals["optimizer"] -= self.second_moment * self._shard(at, matrices)
+            totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if self.at_owners else 1)
+            if self.at_owners:
+                owned = matrices.plain / (at.dp * at.cp) + matrices.expert / at.edp
+                if self.most_owned is not None:
+                    owned = self.most_owned(chunks) + zero
+                totals["optimizer"] += self.second_moment * owned
+                totals["gradients"] += self.second_moment * owned * streams
         return totals
 
     def _partial_sums(self, at: Layouts, per: StateBytes, params: Elements) -> Any:

@@ -200,7 +200,7 @@ _TIME_SOURCES = {
     "p2p": "messages between stages that nothing hides",
     "gather": "parameters over dp * cp, once per step: (K - 1) alpha + (K - 1) / K * S / beta",
     "reduce": "gradients over dp * cp, what the last backward does not hide",
-    "optimizer": "30 bytes per parameter of the shard at the HBM's bandwidth",
+    "optimizer": "30 bytes per parameter of the shard at the HBM's bandwidth; with Muon, its busiest owner",
     "overhead": "per step and per micro-batch (hardware.yaml)",
 }
 

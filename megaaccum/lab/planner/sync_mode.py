@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from megaaccum.lab.planner import footprint
 from megaaccum.lab.planner.footprint import Moved, ShardingMode
 from megaaccum.lab.planner.hardware import load_hardware, names, usual_usage
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
+from megaaccum.lab.planner.matrices import most_owned, rank_matrices
 from megaaccum.lab.planner.memory import Memory, MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
-from megaaccum.lab.planner.workload import memory_model
+from megaaccum.lab.planner.workload import at_owners_in, memory_model
 from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB, amount
@@ -82,7 +84,19 @@ class Forecast:
         live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
         plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank)
         alike = dp_rank if at.edp == at.dp * at.cp else None
-        return plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
+        total = plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
+        return total + self._straight_to_owners(mode, pp_rank) if self._at_owners(mode) else total
+
+    def _straight_to_owners(self, mode: ShardingMode, pp_rank: int) -> Moved:
+        """By how much less the reductions move if matrices go to their owners: one sum over all ranks."""
+        at, sharding, m = self.plan.layout, self.plan.config.sharding, self.plan.batch.num_microbatches
+        held = rank_matrices(self.plan.config.model, self.chunks(pp_rank), tp=at.tp, ep=at.ep, etp=at.etp)
+        reductions = m if mode.sync == "streaming" else 1
+        more = 0.0
+        for elements, ranks in ((int(held.plain), at.dp * at.cp), (int(held.expert), at.edp)):
+            once = (ranks - 1) / ranks * elements * footprint.reduce_bytes(sharding)
+            more += once * reductions - footprint.moved(mode, sharding, elements, ranks, microbatches=m).reduced
+        return Moved(0.0, more)
 
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""
@@ -100,10 +114,14 @@ class Forecast:
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
         config, batch = self.plan.config, self.plan.batch
-        return memory_model(
+        made = memory_model(
             config, self.vocab, [mode], made_of=self.layers or on_a_gpu(config), usage=self.usage,
             stages=stages_of(config), flushes=batch.num_microbatches // batch.microbatches_per_flush,
         )  # fmt: skip
+        return replace(made, at_owners=self._at_owners(mode), most_owned=partial(most_owned, self.plan))
+
+    def _at_owners(self, mode: ShardingMode) -> bool:
+        return at_owners_in(self.plan.config, mode, self.plan.batch.num_microbatches)
 
     def layout(self, mode: ShardingMode) -> Layouts:
         """The layout of the plan as the planner's one row."""

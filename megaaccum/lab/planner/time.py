@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +17,7 @@ from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.footprint import sums_of_runs
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.lab.planner.matrices import stage_matrices
 from megaaccum.lab.planner.memory import StageSource
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
@@ -148,6 +151,8 @@ class TimeModel:
     stages: StageSource
     """(pp, vpp) -> stages in model order."""
     software: Software = field(default_factory=Software)
+    newton_schulz_steps: int = 0
+    """Of Muon; 0 with another optimizer."""
 
     def step(self, at: Layouts) -> StepTime:
         """Seconds of an optimizer step of each layout."""
@@ -353,6 +358,7 @@ class TimeModel:
         return sums if self.software.sharded else (sums + 1) / 2  # the gathers of what is summed are as always
 
     def _optimizer_seconds(self, at: Layouts, pp: int, vpp: int, name: str) -> Any:
+        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
         params, experts = self._most_parameters(at, pp, vpp, name)
         sharded = at.zero_stage > 0
         mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
@@ -360,7 +366,19 @@ class TimeModel:
             crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
             return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)
         device = self.hardware.device
-        return mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
+        moving = mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
+        return moving + self._busiest_owner(at, kinds) / device.rate("16 bit")
+
+    def _busiest_owner(self, at: Layouts, kinds: Iterable[list[Stage]]) -> Any:
+        """FLOPs of Newton-Schulz on the busiest owner of any stage: an even share, or the costliest parameter."""
+        found: Any = 0.0
+        for chunks in kinds if self.newton_schulz_steps else ():
+            costs: Counter[str] = Counter()
+            for matrix in stage_matrices(self.model, chunks):
+                costs[matrix.name] += matrix.flops(self.newton_schulz_steps)
+            share = costs.total() / (at.tp * at.cp * at.dp)
+            found = np.maximum(found, np.maximum(share, max(costs.values(), default=0)))
+        return found
 
     def _most_parameters(self, at: Layouts, pp: int, vpp: int, name: str) -> tuple[Any, Any]:
         """Parameters (plain, expert) of the rank that holds the most."""

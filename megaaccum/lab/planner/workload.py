@@ -19,6 +19,7 @@ from megaaccum.lab.planner.memory import MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
+from megaaccum.optim.owners import at_owners
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB
 
@@ -83,6 +84,7 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
+        keys = self.config.optimizer
         fused = self.model.gradient_accumulation_fusion or self.sharding.params_dtype not in ("bf16", "fp16")
         flex = self.model.moe_token_dispatcher_type == "flex"
         return TimeModel(
@@ -90,6 +92,7 @@ class Workload:
             vocab_size=self.vocab_size,
             hardware=self.hardware,
             stages=memory.stages,
+            newton_schulz_steps=keys.muon_num_ns_steps if keys.optimizer == "muon" else 0,
             software=Software(
                 flash=self.layers.fused_attention,
                 precision="fp8" if self.in_fp8 else "16 bit",
@@ -226,12 +229,19 @@ def memory_model(
         replicas=first.replicas,
         flushes=flushes,
         second_moment=_second_moment(config),
+        at_owners=at_owners_in(config, first, 1),
         live_elements=first.live,
         head_copy=sharding.reproducible == "layout",
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),
     )
+
+
+def at_owners_in(config: Config, mode: ShardingMode, num_microbatches: int) -> bool:
+    """Whether a run in this mode reduces Muon's matrices straight to their owners."""
+    own = dict(backend=mode.backend, sync=mode.sync, data_parallel_replicas=mode.replicas)
+    return at_owners(replace(config, sharding=replace(config.sharding, **own)), num_microbatches)  # type: ignore[arg-type]
 
 
 def _second_moment(config: Config) -> float:

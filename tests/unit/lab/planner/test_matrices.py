@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.config import resolve
-from megaaccum.lab.planner import footprint, matrices
+from megaaccum.lab.planner import expected, footprint, matrices
+from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
 from megaaccum.lab.planner.sync_mode import Forecast
 from megaaccum.optim.owners import assign, balance
@@ -48,8 +49,12 @@ def test_one_momentum_in_place_of_two_moments():
         held = [Forecast(each, 61).predict(mode).memory["optimizer"] for each in (adam, with_muon)]
         chunks = chunks_of_rank(stages_of(with_muon.config), 0, pp=1, schedule="none")
         numel = matrices.rank_matrices(with_muon.config.model, chunks, tp=1).total
-        ranks = 1 if mode.backend == "ddp" else 4 // mode.replicas
-        assert held[0] - held[1] == pytest.approx(4 * numel / ranks)
+        if mode.backend == "ddp":
+            assert held[0] - held[1] == pytest.approx(4 * numel)
+        else:  # the rank that keeps the most momenta
+            owned = matrices.most_owned(with_muon, chunks)
+            assert numel / 4 <= owned <= 1.1 * numel / 4
+            assert held[0] - held[1] == pytest.approx(8 * numel / (4 // mode.replicas) - 4 * owned)
 
 
 LLAMA_3_8B = (
@@ -75,4 +80,39 @@ def test_the_forecast_is_the_assignment_of_the_stage_with_the_most_work():
     chunks = chunks_of_rank(stages_of(made.config), 0, pp=2, schedule=made.layout.schedule)
     assert found.balance == balance(assign(matrices.stage_matrices(made.config.model, chunks), 8))
     numel = sum(matrix.numel for matrix in matrices.stage_matrices(made.config.model, chunks))
-    assert (found.to_owners, found.back) == (numel * 4 * 7 / 64, numel * 2 * 7 / 64)
+    assert (found.at_owners, found.to_owners, found.back) == (True, 0, numel * 2 * 7 / 64)
+    in_shards = matrices.forecast(plan(f"{LLAMA_3_8B} --reproducible layout", 8))
+    numel = sum(matrix.numel for matrix in matrices.stage_matrices(made.config.model, chunks)) * 2
+    assert (in_shards.at_owners, in_shards.to_owners, in_shards.back) == (False, numel * 4 * 7 / 64, numel * 2 * 7 / 64)
+
+
+QWEN3_30B_A3B = (
+    "--num_layers 48 --hidden_size 2048 --ffn_hidden_size 6144 --num_attention_heads 32 --num_query_groups 4"
+    " --kv_channels 128 --swiglu --num_experts 128 --moe_router_topk 8 --moe_ffn_hidden_size 768 --seq_length 4096"
+    " --vocab_size 151936 --bf16 --untie_embeddings_and_output_weights --grad_accum_steps 2"
+)
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("ep", [1, 8])
+def test_owners_of_qwen3_30b_a3b_are_even(world_size, ep):
+    found = matrices.forecast(plan(f"{QWEN3_30B_A3B} --expert_model_parallel_size {ep}", world_size))
+    assert found.count == 48 * (4 + 3 * 128)
+    assert found.balance <= 1.10
+
+
+def test_an_owner_of_an_expert_holds_it():
+    made = plan(f"{GQA} {MOE} --grad_accum_steps 2 --expert_model_parallel_size 2", 4)
+    chunks = chunks_of_rank(stages_of(made.config), 0, pp=1, schedule="none")
+    owned = matrices.owners_of(made, matrices.stage_matrices(made.config.model, chunks))
+    for rank, mine in enumerate(owned):
+        experts = {int(each.name.split()[1]) for each in mine if each.name.startswith("expert")}
+        assert experts and all(number // 4 == rank % 2 for number in experts)
+
+
+def test_the_step_takes_longer_by_the_busiest_owners_iterations():
+    made = plan(LLAMA_3_8B, 64)
+    adam = resolve(load(None, merged(BASE, f"{LLAMA_3_8B} --optimizer adam")), world_size=64)
+    seconds = [expected.seconds(each, 128256, None, "h100") for each in (adam, made)]
+    (device,) = {load_hardware("h100").device}
+    assert seconds[1] - seconds[0] == pytest.approx(matrices.forecast(made).flops / device.rate("16 bit"), rel=0.1)
