@@ -89,7 +89,7 @@ class OwnerSums:
         """Take a matrix' whole gradient, which may be overwritten, and send the bucket if it is full."""
         name, to = self._homes[id(param)]
         take = self.owned[name].add if name in self.owned else _leave
-        self.add_part(names.dp_group(param, self._groups), to, grad.view(-1), take)
+        self.add_part(names.dp_group(param, self._groups), to, grad.reshape(-1), take)
         if sum(part.flat.numel() for part in self._pending) >= self._bucket:
             self.send()
 
