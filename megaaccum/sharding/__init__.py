@@ -8,7 +8,7 @@
 | `experts`, `expert_turns`, `cold_experts` | ranks of experts, order of their reduction, their sums in host memory |
 | `reduction`, `fp32_sums` | sums over ranks; sums into FP32 on one rank |
 | `sum_tree`, `in_one_order` | sums in one order (`reproducible: layout`, `deterministic`) |
-| `ownership` | whole matrices on their owners (Muon) |
+| `ownership`, `owner_sums` | whole matrices on their owners (Muon), and the sums of their gradients there |
 | `released_linear` | a linear layer whose weight comes and goes |
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import whole_runs
 from tests.support.faults import Fault, differences, injected, state_of
-from tests.support.muon import BACKENDS, FLAGS, cell, problems, train, trained
+from tests.support.muon import BACKENDS, FLAGS, MOE, cell, problems, train, trained
 from tests.support.parity import Case, Rig
 
 CELLS = [
@@ -354,6 +355,18 @@ BYTES = {
     "--backend ddp": True,
 }
 PRECISIONS = ("--muon_fp32_matmul_prec highest", "--muon_fp32_matmul_prec medium")
+IN_PARTS = (
+    "--backend fsdp2 --tensor_model_parallel_size 2 --sequence_parallel --grad_accum_steps 4",
+    f"--zero_stage 3 --expert_model_parallel_size 2 --grad_accum_steps 2 {MOE}",
+)
+"""Matrices cut over tp, and on some ranks of the stage alone."""
+IN_SHARDS = (
+    "--zero_stage 3 --reproducible layout --grad_accum_steps 2",
+    "--zero_stage 3 --sync streaming --deterministic --grad_accum_steps 2",
+    "--backend fsdp2 --muon_weight_decay_method l2 --grad_accum_steps 2",
+    "--backend fsdp2 --sync streaming --data_parallel_replicas 2 --grad_accum_steps 4",
+)
+"""Momenta live with the shards."""
 
 
 def test_bytes_are_those_of_adam_and_the_updates_return():
@@ -380,6 +393,45 @@ def test_bytes_are_those_of_adam_and_the_updates_return():
             assert exchanged <= 4 * found.back * 4 / 3, case
         assert sum(rank.moved for rank in ranks) <= adam[number // len(PRECISIONS)] + exchanged, case
         assert all(rank.calls == 2 * rank.owned for rank in ranks), case
+
+
+def test_bytes_of_parts_and_of_momenta_in_shards_are_the_predicted_ones():
+    from megaaccum.lab.planner import matrices
+
+    cases = [Case(4, layout, TWO_LAYERS) for layout in (*IN_PARTS, *IN_SHARDS)]
+    by_rank = run_ranks(counted, 4, cases, timeout=200)
+    for number, case in enumerate(cases):
+        ranks, found = [rank[number] for rank in by_rank], matrices.forecast(case.plan())
+        assert found.at_owners == (number < len(IN_PARTS)), case
+        exchanged = sum(rank.exchanged for rank in ranks)
+        assert exchanged == sum(rank.foretold for rank in ranks), case
+        assert exchanged == pytest.approx(4 * (found.to_owners + found.back), rel=1e-12), case
+
+
+def begun(cases: list[Case]) -> list[list[bool]]:
+    """Of each case, for every reduction of a step to an owner, whether it began inside a backward."""
+    from megaaccum.upstream.pytorch import in_backward
+
+    found, reduce = [], torch.distributed.reduce
+    for case in cases:
+        rig, early = Rig.of(case), []
+
+        def note(*args, early=early, **keys):
+            early.append(in_backward())
+            return reduce(*args, **keys)
+
+        with patch.object(torch.distributed, "reduce", note):
+            rig.train(step=0, first=0)
+        found.append(early)
+    return found
+
+
+def test_the_first_matrices_are_on_their_way_while_later_gradients_are_computed():
+    layouts = [layout for layout in BYTES if "ddp" not in layout]
+    cases = [Case(4, f"{layout} --grad_accum_steps 2 --reduce_bucket_size 2000", TWO_LAYERS) for layout in layouts]
+    for found in run_ranks(begun, 4, cases, timeout=200):
+        for case, early in zip(cases, found, strict=True):
+            assert early and early[0] and sum(early) > len(early) / 2, (case, early)
 
 
 def test_what_is_held_is_within_two_percent_of_the_prediction():
