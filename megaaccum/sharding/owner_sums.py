@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,10 +33,11 @@ class Owned:
     momentum: torch.Tensor
     grad: torch.Tensor | None = None
 
-    def add(self, total: torch.Tensor) -> None:
-        """Add a sum over ranks, which may be a part of a larger tensor."""
+    def add(self, own: torch.Tensor, total: torch.Tensor) -> None:
+        """Add a sum over ranks, which may be a part of a larger tensor. own: what this rank gave, whose memory it may
+        have."""
         if self.grad is None:
-            self.grad = torch.empty_like(self.momentum).copy_(total)
+            self.grad = (own if own.dtype is self.momentum.dtype else torch.empty_like(self.momentum)).copy_(total)
         else:
             self.grad.add_(total)
 
@@ -88,8 +90,9 @@ class OwnerSums:
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take a matrix' whole gradient, which may be overwritten, and send the bucket if it is full."""
         name, to = self._homes[id(param)]
-        take = self.owned[name].add if name in self.owned else _leave
-        self.add_part(names.dp_group(param, self._groups), to, grad.reshape(-1), take)
+        flat = grad.reshape(-1)
+        take = partial(self.owned[name].add, flat) if name in self.owned else _leave
+        self.add_part(names.dp_group(param, self._groups), to, flat, take)
         if sum(part.flat.numel() for part in self._pending) >= self._bucket:
             self.send()
 

@@ -223,8 +223,6 @@ class MemoryModel:
         streams = at.sync == SYNC_MODES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         cache = self.weight_cache * self._of_layers(at, chunks) if self.weight_cache else zero
-        matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
-        in_shards = self._shard(at, matrices)
         totals = {name: np.zeros(len(at)) for name in ("parameters", "gradients", "optimizer")}
         for (stage, mode), per in self.states.items():
             here = (at.zero_stage == stage) & (at.sync == mode)
@@ -233,12 +231,12 @@ class MemoryModel:
                 gathered = per.param * shared + per.unit_param * units.params * (at.dp * at.cp > 1)
             totals["parameters"] += here * (gathered + cache + per.param_shard * shard)
             moving = per.unit_grad * units.grads + (self._partial_sums(at, per, params) if per.waits else 0.0)
-            if self.at_owners and self.joined_units:  # FSDP2 has shards of matrices' gradients in the step alone
-                moving = moving - per.grad_shard * in_shards
             totals["gradients"] += here * per.gradients(whole, shard, moving)
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
-        if self.second_moment:
-            totals["optimizer"] -= self.second_moment * in_shards * (2 if self.at_owners else 1)
+        if not self.second_moment:
+            return totals
+        matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
+        totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if self.at_owners else 1)
         if self.at_owners:
             mean = matrices.plain / (at.dp * at.cp) + matrices.expert / at.edp
             owned = zero + (mean if self.most_owned is None else self.most_owned(chunks))
