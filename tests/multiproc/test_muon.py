@@ -305,8 +305,8 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank received in a step: of Muon's exchanges, and for gradients and parameters; what its updates foretell
-    of the former; the bytes that it held at most; calls of Newton-Schulz, and its matrices."""
+    """A rank's bytes of a step: received in Muon's exchanges, and in all; foretold of the former; held at most. And its
+    calls of Newton-Schulz and its matrices."""
 
     exchanged: float
     moved: float
@@ -409,7 +409,7 @@ def test_bytes_of_parts_and_of_momenta_in_shards_are_the_predicted_ones():
 
 
 def begun(cases: list[Case]) -> list[list[bool]]:
-    """Of each case, for every reduction of a step to an owner, whether it began inside a backward."""
+    """For every reduction of a step to an owner, whether it began inside a backward; a list for each case."""
     from megaaccum.upstream.pytorch import in_backward
 
     found, reduce = [], torch.distributed.reduce

@@ -152,7 +152,7 @@ class TimeModel:
     """(pp, vpp) -> stages in model order."""
     software: Software = field(default_factory=Software)
     newton_schulz_steps: int = 0
-    """Of Muon; 0 with another optimizer."""
+    """Steps of Muon's iteration; 0 with another optimizer."""
 
     def step(self, at: Layouts) -> StepTime:
         """Seconds of an optimizer step of each layout."""
