@@ -171,7 +171,7 @@ class ReportReducer:
 
     how: by name `sum`, `mean` (by the micro-batch's weight; of Megatron's pair [sum, count] the quotient of sums) or
     `microbatch` (as they are, on the ranks of the last stage). Names that are not given are means, but a whole number
-    (a tensor of integers or booleans) is a count and is added up.
+    (a tensor of integers or booleans) is a count and is added up, and a tensor of another shape stays as it is.
     """
 
     def __init__(self, how: Mapping[str, str] | None = None):
@@ -190,18 +190,18 @@ class ReportReducer:
             self._how = each | self._how
             self._names = sorted({*self._names, *each})
 
+    def _how_of(self, name: str, value: torch.Tensor) -> str:
+        """How a report is reduced over micro-batches."""
+        if name in self._how:
+            return self._how[name]
+        if value.numel() > 1 and value.shape != (2,):
+            return "microbatch"
+        return "mean" if value.is_floating_point() or value.numel() > 1 else "sum"
+
     def _reduced(self, tally: Tally) -> dict[str, str]:
-        """How each report of this rank is reduced over micro-batches."""
+        """How each report of this rank is reduced, by name, without those that are not."""
         named = [item for reports in tally.reports for item in reports.items()]
-        usual = {name: "mean" if each.is_floating_point() or each.numel() > 1 else "sum" for name, each in named}
-        how, names = usual | self._how, dict.fromkeys(name for name, _ in named)
-        for name, each in named:
-            if each.numel() > 1 and each.shape != (2,) and how[name] != "microbatch":
-                tally.problem = tally.problem or StepError(
-                    f"report {name} has shape {tuple(each.shape)}: give a scalar, Megatron's pair [sum, count], or"
-                    f" initialize(reports={{{name!r}: 'microbatch'}})"
-                )
-        return {name: how[name] for name in names if how[name] != "microbatch"}
+        return {name: how for name, value in named if (how := self._how_of(name, value)) != "microbatch"}
 
     def sums(self, tally: Tally) -> list[torch.Tensor]:
         """[numerator, denominator] of each known name, of this rank's micro-batches; float64."""
@@ -231,5 +231,8 @@ class ReportReducer:
 
     def per_microbatch(self, tally: Tally) -> dict[str, list[torch.Tensor]]:
         """This rank's reports that are wanted per micro-batch, in their order."""
-        names = [name for name, how in self._how.items() if how == "microbatch"]
-        return {name: [each[name] for each in tally.reports if name in each] for name in names}
+        found: dict[str, list[torch.Tensor]] = {name: [] for name, how in self._how.items() if how == "microbatch"}
+        for name, value in (item for reports in tally.reports for item in reports.items()):
+            if self._how_of(name, value) == "microbatch":
+                found.setdefault(name, []).append(value)
+        return found

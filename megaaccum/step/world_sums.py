@@ -99,8 +99,7 @@ def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
     scalars on its device."""
     zero = steps.recovery.zero
     zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
-    unknown = steps.reports.unknown_names(tally)  # or a problem of the tally
-    parts = [*counted(steps.groups, [*tally.faults(), unknown]), zeroed]
+    parts = [*counted(steps.groups, [*tally.faults(), steps.reports.unknown_names(tally)]), zeroed]
     return [part.to(cpu.device(), torch.float64) for part in parts]
 
 

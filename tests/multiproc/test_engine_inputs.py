@@ -199,7 +199,6 @@ def wrong_losses() -> dict[str, list[str]]:
         "vector": returning(lambda total: (total.expand(3), torch.ones(()), {})),
         "reports": returning(lambda total: (total, torch.ones(()), total)),
         "detached": returning(lambda total: (total.detach(), torch.ones(()), {})),
-        "report's shape": returning(lambda total: (total, 1, {"each": total.expand(3)})),
         "report's type": returning(lambda total: (total, 1, {"name": "x"})),
     }
     seen: dict[str, list[str]] = {}
@@ -221,7 +220,6 @@ LOSSES = {
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
     "detached": "4 micro-batches have a weight that is negative or not a number, or a sum of losses without a gradient",
-    "report's shape": "report each has shape (3,): give a scalar, Megatron's pair [sum, count], or",
     "report's type": "reports of a loss function have to be numbers or tensors",
 }
 

@@ -95,6 +95,8 @@ def hf_gradients(kind: str, names: list[str], dtype: str) -> list[dict]:
         seen: dict[str, torch.Tensor] = {}
         engine.backend.step = lambda rig=rig, seen=seen: seen.update(rig.assemble())
         result = engine.train_step(mine)
+        assert "last" not in result.reports, "a report of one number per token is none of the step"
+        assert {tuple(each.shape) for each in result.per_microbatch.get("last", ())} <= {(32,)}
         found.append({"gradient": seen, "loss": result.loss, "hits": result.reports["hits"]})
     return found
 
