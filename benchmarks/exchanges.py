@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     gain = report[0]["simulated"] / report[1]["simulated"] - 1
     print(f"with the all-to-all in the table: {gain:.1%} faster simulated, {first / then - 1:.1%} on delay stages")
     if args.json is not None:
-        found = {"conditions": conditions(), **{key: str(value) for key, value in vars(args).items()}, "rows": report}
+        keys = {key: value for key, value in vars(args).items() if key != "json"}
+        found = {"conditions": conditions(), **keys, "rows": report}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

@@ -206,7 +206,7 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool
         model |= maybe(0.2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
         model |= maybe(0.2, moe_token_dispatcher_type="allgather")
         if lane in ("fp64", "fp32"):  # in 16 bits rounding would change which tokens are dropped
-            model |= _draw_capacity(chance)
+            model |= _draw_capacity(chance, lane)
     return model
 
 
@@ -285,11 +285,13 @@ def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
     return keys
 
 
-def _draw_capacity(chance: random.Random) -> Flags:
+def _draw_capacity(chance: random.Random, lane: str) -> Flags:
+    """Draw a limit of experts' tokens. In FP32 rounding would change which have the lowest probabilities."""
     if chance.random() < 0.7:
         return {}
     filled: Flags = {"moe_pad_expert_input_to_capacity": True} if chance.random() < 0.4 else {}
     policy = chance.choice(("probs", "position"))
+    policy = policy if lane == "fp64" else "position"
     return {"moe_expert_capacity_factor": chance.choice((0.75, 1.25)), "moe_token_drop_policy": policy, **filled}
 
 
