@@ -136,7 +136,7 @@ def _print_table(
 
     work, hardware = ranked.workload, ranked.workload.hardware
     print(
-        f"{work.world_size:,} x {hardware.name_of_peak}, {work.tokens_per_step:,} tokens per step, by {args.rank}\n"
+        f"{work.world_size:,} x {hardware.name_of_peak}, {work.tokens_per_step:,} tokens per step, --rank {args.rank}\n"
         f"{ranked.num_legal:,} legal layouts, {len(ranked):,} fit, {ranked.num_unbeaten:,} unbeaten; {seconds:.1f} s"
     )
     make, width = (report.wide_table, 200) if args.wide else (report.table, 80)
