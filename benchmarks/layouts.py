@@ -1,13 +1,15 @@
-"""Three models under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
+"""Five models under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
 
-    python -m benchmarks layouts [--model gpt,mtp,own] [--precision fp32,bf16] [--mode layout|none] [--steps N]
-        [--only WORDS] [--json F]
+    python -m benchmarks layouts [--model gpt,mtp,own,experts,cut] [--precision fp32,bf16] [--mode layout|none]
+        [--steps N] [--only WORDS] [--resumed] [--json F]
 
-gpt: LayerNorm, a tied embedding. mtp: RMSNorm, an untied one, two prediction layers. own: benchmarks/own_model. Real
-text, dropout 0.1, AdamW, gradients clipped in every step. Each row is a run of `megaaccum train`'s parts on ranks of
-this machine: its last loss and norm, and a digest of all weights and moments. Rows of one model and precision with
-equal numbers of micro-batches per step are compared with the first of them; without `reproducible: layout` (--mode
-none) they differ. Returns 1 where a row of --mode layout differs. CPU lane.
+gpt: LayerNorm, a tied embedding. mtp: RMSNorm, an untied one, two prediction layers. own: benchmarks/own_model.
+experts: four in every layer, with side losses, over ep 1, 2 and 4. cut: gpt by two blocks of columns and two of each
+sequence, over tp and cp 1 and 2. Real text, dropout 0.1, AdamW, gradients clipped in every step. With --resumed, every
+row but the first of its number begins in the middle, with the first one's checkpoint. Each row is a run of `megaaccum
+train`'s parts on ranks of this machine: its last loss and norm, and a digest of all weights and moments. Rows of one
+model and precision with equal numbers of micro-batches per step are compared with the first of them; without
+`reproducible: layout` (--mode none) they differ. Returns 1 where a row of --mode layout differs. CPU lane.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ MODELS = {
         " --mtp_num_layers 2"
     ),
     "own": "",
+    "experts": (
+        "--num_experts 4 --moe_router_topk 2 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001"
+        " --disable_bias_linear --moe_ffn_hidden_size 64"
+    ),
+    "cut": "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2",
 }
 PP2, PP4 = "--pipeline_model_parallel_size 2", "--pipeline_model_parallel_size 4"
 STREAM, FSDP2 = "--sync streaming", "--backend fsdp2"
@@ -91,6 +98,46 @@ ROWS = (
     (20, 4, f"{PP2} --schedule zbv --pp_microbatches 10"),
 )
 """(micro-batches of the global batch, ranks, flags)."""
+EP2, EP4 = "--expert_model_parallel_size 2", "--expert_model_parallel_size 4"
+EXPERT_ROWS = (
+    (16, 1, "--pp_microbatches 16"),
+    (16, 2, "--pp_microbatches 8"),
+    (16, 2, f"--pp_microbatches 8 {EP2}"),
+    (16, 2, f"--pp_microbatches 2 --grad_accum_steps 4 {EP2} --zero_stage 1"),
+    (16, 4, "--pp_microbatches 4"),
+    (16, 4, f"--pp_microbatches 4 {EP2}"),
+    (16, 4, f"--pp_microbatches 4 {EP4}"),
+    (16, 4, f"--pp_microbatches 4 {EP4} --zero_stage 2"),
+    (16, 4, f"{PP2} --pp_microbatches 8 {EP2} --recompute_granularity full"),
+    (16, 4, f"{PP2} --schedule zbv --pp_microbatches 8 {EP2} --zero_stage 2"),
+    (16, 4, f"{PP2} --schedule dualpipev --pp_microbatches 8 {EP2}"),
+    (16, 4, f"{PP4} --schedule zb-h1 --pp_microbatches 16"),
+    (12, 1, "--pp_microbatches 12"),
+    (12, 4, f"--pp_microbatches 3 {EP4}"),
+    (12, 6, f"{PP2} --pp_microbatches 4"),
+    (12, 6, f"--pp_microbatches 2 {EP2}"),
+)
+TP2, CP2 = "--tensor_model_parallel_size 2", "--context_parallel_size 2"
+CUT_ROWS = (
+    (16, 1, "--pp_microbatches 16"),
+    (16, 2, "--pp_microbatches 8"),
+    (16, 2, f"--pp_microbatches 16 {TP2}"),
+    (16, 2, f"--pp_microbatches 4 --grad_accum_steps 4 {TP2} --zero_stage 1"),
+    (16, 2, f"--pp_microbatches 16 {CP2}"),
+    (16, 4, f"--pp_microbatches 16 {TP2} {CP2}"),
+    (16, 4, f"--pp_microbatches 8 {TP2} --zero_stage 2"),
+    (16, 4, f"--pp_microbatches 8 {CP2}"),
+    (16, 4, f"--pp_microbatches 8 {CP2} --zero_stage 1"),
+    (16, 4, f"{PP2} --pp_microbatches 16 {TP2} --recompute_granularity full"),
+    (16, 4, f"{PP2} --schedule zbv --pp_microbatches 16 {TP2}"),
+    (16, 4, f"{PP2} --schedule dualpipev --pp_microbatches 16 {CP2}"),
+    (16, 4, f"{PP2} --schedule zb-h1 --pp_microbatches 16 {CP2} --recompute_granularity full"),
+    (16, 8, f"{PP2} --pp_microbatches 16 {TP2} {CP2}"),
+    (12, 1, "--pp_microbatches 12"),
+    (12, 6, f"--pp_microbatches 4 {TP2}"),
+    (12, 6, f"--pp_microbatches 4 {CP2}"),
+)
+ROWS_OF = {"experts": EXPERT_ROWS, "cut": CUT_ROWS}
 
 
 @dataclass(frozen=True)
@@ -115,13 +162,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("layout", "none"), default="layout", help="the key `reproducible` (layout)")
     parser.add_argument("--precision", type=lambda text: text.split(","), default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--resumed", action="store_true", help="begin with the first row's checkpoint of the middle")
     parser.add_argument("--only", default="", help="rows whose flags hold these words, and the first of each number")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for model, precision in itertools.product(args.model, args.precision):
-            for row in measured(model, precision, args.mode, args.steps, args.only, folder):
+            for row in measured(model, precision, args, folder):
                 print(line(row, first_of(row, rows)), flush=True)
                 rows.append(row)
     alike = sum(same(row, first_of(row, rows)) for row in rows)
@@ -132,15 +180,17 @@ def main(argv: list[str] | None = None) -> int:
     return int(args.mode == "layout" and alike < len(rows))
 
 
-def measured(model: str, precision: str, mode: str, steps: int, only: str, folder: str) -> Iterator[Row]:
+def measured(model: str, precision: str, args: argparse.Namespace, folder: str) -> Iterator[Row]:
     """The rows of one model and precision, run one after the other."""
-    for count, ranks, layout in ROWS:
-        if only and ranks > 1 and only not in layout:
+    for count, ranks, layout in ROWS_OF.get(model, ROWS):
+        if args.only and ranks > 1 and args.only not in layout:
             continue
-        flags = f"{MODEL} {MODELS[model]} {layout} --global_batch_size {count} --reproducible {mode}"
+        flags = f"{MODEL} {MODELS[model]} {layout} --global_batch_size {count} --reproducible {args.mode}"
         flags += f" --output_dir {folder}"
         flags += " --bf16" if precision == "bf16" else ""
-        loss, norm, state = run_ranks(train, ranks, flags, steps, model == "own", timeout=60 + 30 * steps)[0]
+        middle = f"{folder}/{model}-{precision}-{count}" if args.resumed else None
+        asked = flags, args.steps, model == "own", middle
+        loss, norm, state = run_ranks(train, ranks, *asked, timeout=60 + 30 * args.steps)[0]
         yield Row(model, precision, count, ranks, layout.replace("--", ""), loss, norm, state)
 
 
@@ -165,8 +215,9 @@ def line(row: Row, first: Row) -> str:
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def train(flags: str, steps: int, own: bool = False) -> tuple[float, float, str]:
-    """(last loss, last norm, digest of weights and moments) of a run, of own_model if asked; the same on every rank."""
+def train(flags: str, steps: int, own: bool = False, middle: str | None = None) -> tuple[float, float, str]:
+    """(last loss, last norm, digest of weights and moments) of a run, of own_model if asked; the same on every rank.
+    middle: a folder that gets the checkpoint of the middle, or has one to begin with."""
     import torch
 
     from megaaccum.config import Plan
@@ -190,10 +241,15 @@ def train(flags: str, steps: int, own: bool = False) -> tuple[float, float, str]
         chunks = gpt.build_chunks(plan, groups, vocab_size=data.vocabulary.size)
         forward_step = GptForwardStep(groups, plan.batch.loss_norm)
         engine = initialize(plan, chunks, groups=groups, forward_step_func=forward_step, reports=REPORTS)
+    saves = middle is not None and not engine.load(middle)
+    start, after = engine.consumed_samples // plan.batch.global_batch_size, engine.consumed_samples
     # Its stages read more than Megatron's: each takes another way by the parity of a micro-batch's tokens.
     reads = patch.object(evaluation, "read_by", lambda chunks: ("tokens", "labels", "loss_mask"))
-    with reads if own else nullcontext(), closing(loader_of(engine, data.train, data, consumed_samples=0)) as loader:
-        for _ in range(steps):
+    loading = closing(loader_of(engine, data.train, data, consumed_samples=after))
+    with reads if own else nullcontext(), loading as loader:
+        for step in range(start, steps):
+            if middle is not None and saves and step == steps // 2:
+                engine.save(middle)
             microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
             result = engine.train_step(microbatches, problem=problem)
             loader.commit(plan.batch.global_batch_size)
@@ -206,27 +262,61 @@ def state_of(backend: Any) -> dict[str, Any]:
     for piece in backend.state():
         for kind, tensor in piece.tensors.items():
             pieces.setdefault(f"{piece.name}/{kind}", []).append((piece.start, tensor.detach().clone()))
-    return gathered(pieces)
+    return gathered(pieces, cuts_of(backend))
 
 
-def gathered(mine: dict[str, list]) -> dict[str, Any]:
-    """{name: flat tensor} of all ranks' pieces [(start, values)]. Raises AssertionError where two ranks hold different
-    values of an element."""
+Cuts = dict[str, tuple[int, int, tuple[int, ...]]]
+"""{parameter: (dimension that tp cuts, matrices one after the other in it, shape of a tp rank's part)}."""
+
+
+def cuts_of(backend: Any) -> Cuts:
+    """How tp cuts the parameters of this rank."""
+    from megaaccum.model import names
+
+    found: Cuts = {}
+    for piece in backend.state():
+        param: Any = piece.param
+        if names.is_sharded_over_tp(param) and not names.is_expert(param):
+            stride = 2 if getattr(param, "partition_stride", 1) == 2 else 1
+            found[piece.name] = param.partition_dim, stride, tuple(getattr(param, "ds_shape", param.shape))
+    return found
+
+
+def gathered(mine: dict[str, list], cuts: Cuts) -> dict[str, Any]:
+    """{name: flat tensor of the whole parameter} of all ranks' pieces [(start, values)] of parameters, or of
+    parameter/kind. Raises AssertionError where two ranks hold different values of an element."""
     import torch
+    from megatron.core import parallel_state
 
     everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
+    torch.distributed.all_gather_object(everyone, (mine, cuts, parallel_state.get_tensor_model_parallel_rank()))
     whole: dict[str, torch.Tensor] = {}
-    for name in sorted({name for pieces in everyone for name in pieces}):
-        found = [each for pieces in everyone for each in pieces.get(name, ()) if each[1].numel()]
-        size = max(start + values.numel() for start, values in found)
-        flat = torch.full((size,), float("nan"), dtype=found[0][1].dtype)
-        for start, values in found:
-            part = flat[start : start + values.numel()]
-            assert part.isnan().logical_or_(part == values).all(), f"{name} differs between ranks"
-            part.copy_(values)
-        whole[name] = flat
+    for name in sorted({name for pieces, *_ in everyone for name in pieces}):
+        cut = next((cuts[at] for _, cuts, _ in everyone for at in (name, name.rsplit("/", 1)[0]) if at in cuts), None)
+        by_rank: dict[int, list] = {}
+        for pieces, _, tp_rank in everyone:
+            by_rank.setdefault(0 if cut is None else tp_rank, []).extend(pieces.get(name, ()))
+        parts = [joined(name, by_rank[rank]) for rank in sorted(by_rank)]
+        if cut is not None and len(parts) > 1:
+            dim, stride, shape = cut
+            blocks = zip(*(part.view(shape).chunk(stride, dim) for part in parts), strict=True)
+            parts = [torch.cat([each for block in blocks for each in block], dim).view(-1)]
+        whole[name] = parts[0]
     return whole
+
+
+def joined(name: str, pieces: list) -> Any:
+    """One flat tensor of pieces [(start, values)], which may overlap where they are equal."""
+    import torch
+
+    found = [each for each in pieces if each[1].numel()]
+    size = max(start + values.numel() for start, values in found)
+    flat = torch.full((size,), float("nan"), dtype=found[0][1].dtype)
+    for start, values in found:
+        part = flat[start : start + values.numel()]
+        assert part.isnan().logical_or_(part == values).all(), f"{name} differs between ranks"
+        part.copy_(values)
+    return flat
 
 
 def digest(tensors: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -54,16 +55,35 @@ def seed_streams(key: str, current: str, names: Sequence[str], *, tp_rank: int) 
     seed_generators(_number(key, current, tp_rank))
 
 
+@contextmanager
+def branched(*, part: str = "", tp_rank: int | None = None) -> Iterator[None]:
+    """Context in which the streams that `seed_streams` has seeded start over: for a part of what they were seeded for,
+    or, only those of Megatron's tracker, as tp rank `tp_rank` has them. If it has seeded none, nothing changes."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    before = tracker.states_
+    if isinstance(before, _Streams):
+        key, tp_rank = f"{before.key}/{part}" if part else before.key, before.tp_rank if tp_rank is None else tp_rank
+        tracker.set_states(_Streams(list(before), key, tp_rank))
+        if part:
+            seed_generators(_number(key, "default", tp_rank))
+    try:
+        yield
+    finally:
+        tracker.set_states(before)
+
+
 class _Streams(dict[str, Any]):
     """The states of Megatron's tracker by their names, each created at its first use: most layers draw from none."""
 
     def __init__(self, names: Sequence[str], key: str, tp_rank: int):
         super().__init__(dict.fromkeys(names))
-        self._key, self._tp_rank = key, tp_rank
+        self.key, self.tp_rank = key, tp_rank
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if super().__getitem__(name) is None:
-            self[name] = _state(_number(self._key, name, self._tp_rank))
+            self[name] = _state(_number(self.key, name, self.tp_rank))
         return cast("torch.Tensor", super().__getitem__(name))
 
 

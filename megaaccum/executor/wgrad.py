@@ -27,7 +27,7 @@ from megaaccum.upstream import megatron, pytorch, te
 
 
 @dataclass(slots=True)
-class _Product:
+class Product:
     """A linear layer's weight gradient, grad_output^T @ input. gather: tp ranks hold parts of the input's sequence."""
 
     input: torch.Tensor
@@ -48,7 +48,7 @@ class _Product:
         if self.coming is not None:
             whole, work = self.coming
             work.wait()
-        return _rows(self.grad_output).t().matmul(_rows(whole))
+        return flat_rows(self.grad_output).t().matmul(flat_rows(whole))
 
 
 AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
@@ -58,14 +58,14 @@ class WeightGrads:
     """The weight gradients that one micro-batch's pass through one chunk still owes."""
 
     def __init__(self) -> None:
-        self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = deque()
-        self._uses: dict[int, int] = {}
+        self._owed: deque[tuple[torch.nn.Parameter, Callable[[], torch.Tensor], int]] = deque()
+        self._uses: dict[tuple[int, int], int] = {}
         self._left: list[tuple[Any, queue.Queue[Any]]] = []
 
-    def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
-        """Owe `compute()` to the gradient of `weight`."""
-        self._owed.append((weight, compute))
-        self._uses[id(weight)] = self._uses.get(id(weight), 0) + 1
+    def add(self, weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor], source: int = 0) -> None:
+        """Owe `compute()` to the gradient of `weight`, from the tokens of `source`."""
+        self._owed.append((weight, compute, source))
+        self._uses[id(weight), source] = self._uses.get((id(weight), source), 0) + 1
 
     def add_left(self, module: Any, left: queue.Queue[Any]) -> None:
         """Defer the weight gradient of a layer that splits its own backward."""
@@ -73,14 +73,15 @@ class WeightGrads:
 
     def compute(self, add: AddWeightGrad | None = None) -> None:
         """Compute the deferred weight gradients, layer by layer, and `add` them to the parameters (None: by autograd).
-        Their inputs are released on the way. The gradient of a weight that several layers share is added once."""
+        Their inputs are released on the way. The gradient of a weight that several layers share is added once for
+        each source."""
         add = add or pytorch.add_by_autograd
-        sums: dict[int, torch.Tensor] = {}
+        sums: dict[tuple[int, int], torch.Tensor] = {}
         self._begin_next()
         while self._owed:
-            weight, compute = self._owed.popleft()
+            weight, compute, source = self._owed.popleft()
             self._begin_next()
-            key, grad = id(weight), compute()
+            key, grad = (id(weight), source), compute()
             self._uses[key] -= 1
             if self._uses[key] or key in sums:
                 grad = grad.to(pytorch.sum_dtype(weight))  # as autograd adds up the uses of a weight
@@ -89,18 +90,19 @@ class WeightGrads:
             if self._uses[key]:
                 sums[key] = grad
             else:
-                add(weight, grad)
+                with tokens_from(source):
+                    add(weight, grad)
         while self._left:
             for weight, grad in te.delayed_gradients(*self._left.pop(0)):
                 add(weight, grad)
 
     def _begin_next(self) -> None:
-        if self._owed and isinstance(self._owed[0][1], _Product):
+        if self._owed and isinstance(self._owed[0][1], Product):
             self._owed[0][1].begin()
 
     def nbytes(self) -> int:
         """Bytes that they need until they are computed, each storage once."""
-        kept = [each for _, at in self._owed if isinstance(at, _Product) for each in (at.input, at.grad_output)]
+        kept = [each for _, at, _ in self._owed if isinstance(at, Product) for each in (at.input, at.grad_output)]
         kept += [each for _, left in self._left for each in te.operands_of(left)]
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
 
@@ -111,6 +113,26 @@ class WeightGrads:
 _receiver: WeightGrads | None = None
 """Receiver of the weight gradients of backwards that run now. A mode of the process, like torch's grad mode, because
 autograd calls a layer's backward without arguments. Not thread-local: autograd has threads for GPUs."""
+
+
+_source = 0
+
+
+@contextmanager
+def tokens_from(number: int) -> Iterator[None]:
+    """Context in which installed layers multiply tokens of source `number`, or gradients from them arrive: of one rank
+    of several whose tokens an expert has at once. A mode of the process, as the receiver is."""
+    global _source
+    before, _source = _source, number
+    try:
+        yield
+    finally:
+        _source = before
+
+
+def source() -> int:
+    """The source whose tokens are multiplied, or whose gradient arrives."""
+    return _source
 
 
 @contextmanager
@@ -135,14 +157,15 @@ def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, a
         _receiver = None
 
 
-def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
+def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor], source: int = 0) -> None:
     """Call `compute()`, the gradient of `weight`, at the schedule's W, or at once if no schedule splits the backward.
-    For the backward of a layer of one's own."""
+    For the backward of a layer of one's own. source: whose tokens the layer multiplied (`tokens_from`)."""
     if _receiver is not None:
         mark_put_off(weight)
-        _receiver.add(weight, compute)
+        _receiver.add(weight, compute, source)
     else:
-        pytorch.add_by_autograd(weight, compute())
+        with tokens_from(source):
+            pytorch.add_by_autograd(weight, compute())
 
 
 def mark_put_off(weight: torch.nn.Parameter) -> None:
@@ -209,7 +232,7 @@ def _forward(
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
     output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
-        input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel)
+        input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _source)
     )
     return output
 
@@ -220,6 +243,7 @@ class _Operands:
     tp: dist.ProcessGroup | None
     allreduce: bool
     sequence_parallel: bool
+    source: int
 
 
 class _Linear(torch.autograd.Function):
@@ -240,8 +264,8 @@ class _Linear(torch.autograd.Function):
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)
         # Where it is not put off, it is computed while the input's gradient is reduced.
-        defer(at.weight, _Product(input, grad_output, at.tp if at.sequence_parallel else None))
-        grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias else None
+        defer(at.weight, Product(input, grad_output, at.tp if at.sequence_parallel else None), at.source)
+        grad_bias = flat_rows(grad_output).sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()
         return grad_input, grad_bias, None
@@ -273,5 +297,6 @@ def start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tenso
     return whole, work
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[.., columns] as [rows, columns]."""
     return tensor.reshape(-1, tensor.shape[-1])

@@ -116,29 +116,28 @@ class FusedAttention(MegatronModule):
             return _by_head(self(*batch, starts, attn_mask_type), value)
         if self._cp.size() > 1:
             assert attention_mask is None, "reset_attention_mask under context parallelism is refused"
-            gather: Callable[..., Tensor] = _WholeSequence.apply
-            key, value = gather(key, self._cp), gather(value, self._cp)
-            allowed: Tensor | None = _causal_mask(len(query), len(key), self._cp, query.device)
+            key, value = whole_sequence(key, self._cp), whole_sequence(value, self._cp)
+            allowed: Tensor | None = causal_mask(len(query), len(key), self._cp.rank(), self._cp.size(), query.device)
         else:
             allowed = None
-        with self._random_state():
-            if attention_mask is None:
-                return self._attend(query, key, value, allowed)
-            return by_document(self._attend, query, key, value, attention_mask)
+        if attention_mask is None:
+            return self.attend(query, key, value, allowed)
+        return by_document(self.attend, query, key, value, attention_mask)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Torch's kernel; shapes as `forward`'s. allowed: None for causal attention."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Torch's kernel; shapes as `forward`'s. allowed: [queries, keys] bool; None for causal attention."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        context = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=allowed,
-            dropout_p=self._dropout if self.training else 0.0,
-            is_causal=allowed is None,
-            scale=self._scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        with self._random_state():
+            context = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=allowed,
+                dropout_p=self._dropout if self.training else 0.0,
+                is_causal=allowed is None,
+                scale=self._scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _random_state(self) -> Any:
@@ -184,36 +183,46 @@ def accept_packed_sequences(chunks: Sequence[torch.nn.Module]) -> None:
                 module.forward = MethodType(LocalAttention.forward, module)
 
 
-def _causal_mask(num_queries: int, num_keys: int, cp: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Causal mask [num_queries, num_keys] of this rank's tokens, which are piece `rank` and piece `2 * size - 1 - rank`
-    of the sequence."""
+def causal_mask(num_queries: int, num_keys: int, number: int, count: int, device: torch.device) -> Tensor:
+    """Causal mask [num_queries, num_keys] of the tokens of rank, or block, `number` of `count`: pieces `number` and
+    `2 * count - 1 - number` of the sequence."""
     keys = torch.arange(num_keys, device=device)
     pieces = keys.split(num_queries // 2)
-    positions = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
+    positions = torch.cat([pieces[number], pieces[2 * count - 1 - number]])
     return positions[:, None] >= keys
 
 
 class _WholeSequence(torch.autograd.Function):
-    """The whole sequence in order, from each rank's two pieces along dimension 0; backward, the sum of all ranks'
-    gradients of this rank's pieces."""
+    """See `whole_sequence`; backward, the sum of all ranks' gradients of this rank's pieces."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        ctx.cp = cp
+    def forward(ctx: Any, part: Tensor, cp: dist.ProcessGroup, add: Callable[..., Tensor] | None) -> Tensor:
+        ctx.cp, ctx.add = cp, add
         gathered = part.new_empty(cp.size() * len(part), *part.shape[1:])
         dist.all_gather_into_tensor(gathered, part.contiguous(), group=cp)
         pieces = gathered.view(cp.size(), 2, len(part) // 2, *part.shape[1:])
         return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         size = ctx.cp.size()
         halves = grad.view(2, size, -1, *grad.shape[1:])
         rows = torch.stack([halves[0], halves[1].flip(0)], dim=1).flatten(0, 2)
+        if ctx.add is not None:
+            theirs = torch.empty_like(rows)
+            dist.all_to_all_single(theirs, rows, group=ctx.cp)
+            return ctx.add(theirs.chunk(size)), None, None
         part = grad.new_empty(len(grad) // size, *grad.shape[1:])
         dist.reduce_scatter_tensor(part, rows, group=ctx.cp)
-        return part, None
+        return part, None, None
+
+
+def whole_sequence(part: Tensor, cp: dist.ProcessGroup, add: Callable[..., Tensor] | None = None) -> Tensor:
+    """The whole sequence in order, from each rank's two pieces along dimension 0. add: the sum of gradients, a list of
+    each rank's; default: a reduce-scatter's."""
+    gathered: Tensor = _WholeSequence.apply(part, cp, add)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    return gathered
 
 
 def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:

@@ -56,11 +56,17 @@ class GptForwardStep:
         inputs = [given.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
         output = compute(*inputs, labels=given.pop("labels", None), loss_mask=given.pop("loss_mask", None), **given)
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
-        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens)
+        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens, getattr(chunk, "loss_cut", None))
 
-    def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, output: torch.Tensor) -> Loss:
+    def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, cut: Any, output: torch.Tensor) -> Loss:
         assert mask is not None, "the last stage reads it, and only that one has a loss"
-        return self.loss(mask, tokens, output.view(*mask.shape, *output.shape[2:]))
+        output = output.view(*mask.shape, *output.shape[2:])
+        if cut is None:
+            return self.loss(mask, tokens, output)
+        # Sums of blocks of a sequence, wide enough that adding them rounds nothing (executor/blocks.py).
+        parts = zip(cut.split(mask, 1), cut.split(output, 1), strict=True)
+        totals, weights, _ = zip(*(self.loss(*part[:1], tokens, part[1]) for part in parts), strict=True)
+        return sum(total.double() for total in totals), sum(weights), {}
 
     def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor) -> Loss:
         """(sum or mean to add up, its weight, numbers to report) of one micro-batch on this rank. mask: [batch,

@@ -41,7 +41,8 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
         return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
     # Windows, and softmaxes with an offset, are made of whole scores by Megatron's own core of attention.
     whole = bool(config.megatron.keys() & {"window_size", "softmax_type"})
-    wanted = "fused" if (on_gpu or config.parallel.context_parallel_size > 1) and not whole else "unfused"
+    cut = max(config.parallel.context_parallel_size, config.sharding.reproducible_context_blocks or 1) > 1
+    wanted = "fused" if (on_gpu or cut) and not whole else "unfused"
     asked = model.attention_backend if model.attention_backend != "auto" else wanted
     return Layers(impl="local", fused_attention=asked != "unfused")
 

@@ -11,8 +11,9 @@ from megaaccum.config.schema import Config, ModelConfig
 
 
 def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """Rows of the embedding under the configuration's tp."""
-    return cast("int", padded_rows(config.model, vocab_size, config.parallel.tensor_model_parallel_size))
+    """Rows of the embedding under the configuration's tp, or every tp that `reproducible_tensor_blocks` allows."""
+    ranks = max(config.parallel.tensor_model_parallel_size, config.sharding.reproducible_tensor_blocks or 1)
+    return cast("int", padded_rows(config.model, vocab_size, ranks))
 
 
 def padded_rows(model: ModelConfig, vocab_size: int, tp: Any) -> Any:

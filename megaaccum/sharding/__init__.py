@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from megaaccum.errors import ConfigError
+from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
 from megaaccum.sharding.ownership import MatrixUpdates
@@ -45,6 +46,11 @@ def build(
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
     prepare_latent_attention(chunks)
+    sharding = plan.config.sharding
+    if (columns := sharding.reproducible_tensor_blocks or 1) > 1:
+        blocks.cut_columns(chunks, columns, groups.tp)
+    if (sequences := sharding.reproducible_context_blocks or 1) > 1:
+        blocks.cut_sequences(chunks, sequences, groups.collection.cp)
     backend = kind(plan, groups, chunks, optimizer)
     if plan.config.optimizer.optimizer == "muon":
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)

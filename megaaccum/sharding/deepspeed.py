@@ -74,6 +74,8 @@ class DeepSpeedBackend(Backend):
         )
         self._all_params = list(model.parameters())
         self.sums = MicrobatchSums.from_plan(plan, groups)
+        if self.sums.in_one_order and plan.layout.ep > 1:
+            experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._turns = ExpertTurns.from_plan(plan, chunks, self._hand_over)

@@ -9,18 +9,29 @@ configuration says.
 An expert's parameters are cut over that group, and its gradients summed over it. It saw the tokens of all ranks that
 sent it some, so an average divides the sum by dp * cp, as everybody's. FSDP2 uses `of_chunks` and `modules_of` alone,
 and reduces experts over a mesh of their own (sharding/fsdp2.py).
+
+A product of all these tokens rounds otherwise than one of a single rank's, and its weight gradient is a sum over
+micro-batches of several. Under `reproducible: layout` (`multiply_apart`) an expert runs for each rank's tokens alone,
+in products of the shapes that they have without expert parallelism, and each weight gradient is a leaf of its own in
+the tree of micro-batches (sum_tree.py). Copies of a token are added on its own rank in the order of experts, as always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megaaccum.config.rules import moe
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
+from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding.reduction import PartitionReducer, Share
 from megaaccum.upstream import zero
@@ -148,6 +159,49 @@ def check_same_on_ranks(groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
                 f"pipeline rank {stage} has experts on some ranks only (elements of parameters with allreduce = False:"
                 f" {held}): build the same layers on all of them"
             )
+
+
+def multiply_apart(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let the experts of `chunks` that have ranks of their own multiply the tokens of each rank apart. Raises
+    ConfigError for experts that cannot."""
+    chunks = list(chunks)
+    left = {id(param) for param in of_chunks(chunks)}
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        built: Any = layer.experts
+        if type(built) is SequentialMLP and type(layer.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            wgrad.install(built)
+            built.forward = partial(_forward, layer, built)
+            left -= {id(param) for param in built.parameters()}
+    if left:
+        raise ConfigError(
+            "reproducible layout with expert_model_parallel_size above 1 needs experts that multiply the tokens of each"
+            " rank apart: those of Megatron's local layers (SequentialMLP) with its alltoall dispatcher. Transformer"
+            " Engine's grouped products take all at once. Set transformer_impl to local, or reproducible to none."
+        )
+
+
+def _forward(
+    layer: Any, built: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SequentialMLP.forward, with a call of each expert for each rank's tokens."""
+    counts = _counts(layer.token_dispatcher, layer.num_local_experts)
+    calls = [partial(_call, expert, number) for expert in built.local_experts for number in range(counts.shape[1])]
+    stand_in: Any = SimpleNamespace(config=built.config, num_local_experts=len(calls), local_experts=calls)
+    output: tuple[torch.Tensor, torch.Tensor | None] = SequentialMLP.forward(stand_in, tokens, counts.ravel(), probs)
+    return output
+
+
+def _call(expert: torch.nn.Module, number: int, *args: torch.Tensor) -> Any:
+    with wgrad.tokens_from(number):
+        return expert(*args)
+
+
+def _counts(dispatcher: Any, num_local_experts: int) -> torch.Tensor:
+    """[experts of this rank, ranks of its ep group]: the tokens that a rank has sent to an expert. They lie in this
+    order."""
+    if num_local_experts == 1 and not dispatcher.drop_and_pad:
+        return torch.as_tensor(dispatcher.output_splits).view(1, -1)
+    return torch.as_tensor(dispatcher.num_global_tokens_per_local_expert).view(-1, num_local_experts).T
 
 
 class ReducerByRanks:

@@ -140,7 +140,7 @@ class Fsdp2Backend(Backend):
         """This rank's other partial sums of a unit, laid out as fully_shard has laid out the first in `flat`: of each
         parameter a run of rows for each rank."""
         ranks = self._groups.dp_cp.size()
-        found = [torch.zeros_like(flat) for _ in range(self.sums.num_parts - 1)]
+        found = [torch.zeros_like(flat) for _ in range(self.sums.num_parts() - 1)]
         params = fsdp2.reduced(module) if found else []
         widths = [-(-param.shape[0] // ranks) * (param.numel() // param.shape[0]) for param in params]
         for number, param in enumerate(params):

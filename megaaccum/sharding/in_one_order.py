@@ -206,10 +206,10 @@ def others_like(
     flat: torch.Tensor, params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor], sums: AnyOrder
 ) -> list[torch.Tensor]:
     """OtherSums of `flat`, in which the gradient of each of `params` is one of `views`."""
-    if sums.num_parts == 1:
+    if sums.num_parts() == 1:
         return []
     starts = [view.storage_offset() - flat.storage_offset() for view in views]
-    found = [torch.zeros_like(flat) for _ in range(sums.num_parts - 1)]
+    found = [torch.zeros_like(flat) for _ in range(sums.num_parts() - 1)]
     for param, start in zip(params, starts, strict=True):
         for other, part in zip(found, sums.pop_others(param), strict=True):
             if part is not None:

@@ -74,9 +74,8 @@ class PartitionReducer:
     def _rows(self, shares: list[Share]) -> torch.Tensor:
         """[ranks, partial sums of this one, elements of a rank's partitions]: rank r sums row r."""
         widths = [partition.numel() for _, partition in shares]
-        rows = torch.zeros(
-            self._group.size(), self._sums.num_parts, sum(widths), dtype=self._dtype, device=cpu.device()
-        )
+        parts = self._sums.num_parts(shares[0][0])
+        rows = torch.zeros(self._group.size(), parts, sum(widths), dtype=self._dtype, device=cpu.device())
         for (param, _), column in zip(shares, rows.split(widths, dim=2), strict=True):
             for number, grad in enumerate((param.grad, *self._sums.pop_others(param))):
                 if grad is not None:

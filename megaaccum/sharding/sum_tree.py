@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.executor import wgrad
+from megaaccum.model import names
 from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
@@ -62,23 +64,36 @@ def nodes_of(count: int, run: Node) -> tuple[Node, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of `each` leaves that `ranks` ranks hold, one rank's after the other's."""
+    """The runs of `each` leaves that `ranks` ranks hold, one rank's after the other's. blocks: of each sequence, that
+    have gradients of their own; the leaves of the first block come before those of the second. cp: ranks, one after the
+    other, that share a sequence; each has a run in each of its blocks."""
 
     each: int
     ranks: int
+    blocks: int = 1
+    cp: int = 1
+
+    @property
+    def of_a_block(self) -> int:
+        """Leaves of a block, of all ranks."""
+        return self.each * self.ranks // self.cp
 
     @property
     def leaves(self) -> int:
         """Leaves of all ranks."""
-        return self.each * self.ranks
+        return self.of_a_block * self.blocks
 
-    def run_of(self, rank: int) -> Node:
-        """The run of a rank."""
-        return rank * self.each, (rank + 1) * self.each
+    def starts(self, rank: int) -> list[int]:
+        """The first leaf of each run of a rank."""
+        (first, cp_rank), count = divmod(rank, self.cp), self.blocks // self.cp
+        return [(cp_rank * count + number) * self.of_a_block + first * self.each for number in range(count)]
 
     def nodes(self, rank: int) -> tuple[Node, ...]:
-        """The nodes of a rank's run that remain when all possible additions are done."""
-        return nodes_of(self.leaves, self.run_of(rank))
+        """The nodes of a rank's runs that remain when all possible additions are done."""
+        starts = self.starts(rank)
+        if self.each == self.of_a_block:  # one run ends where the next begins
+            return nodes_of(self.leaves, (starts[0], starts[-1] + self.each))
+        return tuple(node for start in starts for node in nodes_of(self.leaves, (start, start + self.each)))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -98,12 +113,12 @@ class Runs:
 
 
 class SumTree:
-    """Adds up the tensors of `count` leaves, or those of a run of them, which may come in any order. rounded: the
+    """Adds up the tensors of `count` leaves, or those below some nodes, which may come in any order. rounded: the
     precision of leaves and of all sums but that of all leaves, which is FP32; None is that of the tensors that come."""
 
-    def __init__(self, count: int, rounded: torch.dtype | None = None, *, run: Node | None = None):
+    def __init__(self, count: int, rounded: torch.dtype | None = None, *, nodes: tuple[Node, ...] | None = None):
         self._above, self._root, self._rounded = _above(count), (0, count), rounded
-        self._run = nodes_of(count, run or self._root)
+        self._run = (self._root,) if nodes is None else nodes
         self._missing = set(self._run)
         self._nodes: dict[Node, torch.Tensor] = {}
 
@@ -168,8 +183,7 @@ class AnyOrder:
     count = 1
     rounded: torch.dtype | None = None
 
-    @property
-    def num_parts(self) -> int:
+    def num_parts(self, param: torch.nn.Parameter | None = None) -> int:
         return 1
 
     @property
@@ -217,15 +231,28 @@ class MicrobatchSums(AnyOrder):
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
     backward, and given back as the sum when the last has come; where this rank's run is several subtrees, as that of
     the first, and `others` has the rest. rounded: as SumTree's. rank, ranks: among those that each have a run.
+    experts: both of experts with ranks of their own. Such a rank has the runs of all that send it
+    tokens, one after the other, and gradients of each of them (`wgrad.tokens_from`). blocks, cp: as those of Runs;
+    gradients of a rank's blocks come from them alike.
     """
 
     in_one_order = True
 
-    def __init__(self, rounded: torch.dtype | None = None, *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        rounded: torch.dtype | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        experts: tuple[int, int] = (0, 1),
+        blocks: int = 1,
+        cp: int = 1,
+    ) -> None:
         self.rounded = rounded
         self.count = 1
         """This rank's micro-batches of the step."""
         self._rank, self._ranks = rank, ranks
+        self._experts, self._blocks, self._cp = experts, blocks, cp
         self._first = self._stop = self._forward = self._backward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
@@ -239,16 +266,23 @@ class MicrobatchSums(AnyOrder):
         if sharding.reproducible != "layout":
             return AnyOrder()
         rounded = torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None
-        return cls(rounded, rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size()) if plan.in_runs else cls(rounded)
+        if not plan.in_runs:
+            return cls(rounded)
+        dense, blocks = groups.dp_cp, sharding.reproducible_context_blocks or 1
+        experts = (groups.expert_dp.rank(), groups.expert_dp.size()) if plan.layout.ep > 1 else (0, 1)
+        return cls(rounded, rank=dense.rank(), ranks=dense.size(), experts=experts, blocks=blocks, cp=plan.layout.cp)
 
-    @property
-    def _runs(self) -> Runs:
-        return Runs(self.count, self._ranks)
+    def _runs_of(self, param: torch.nn.Parameter | None) -> tuple[Runs, int]:
+        """The runs of the ranks that hold a parameter, and which of them is this rank's."""
+        if param is None or not names.is_expert(param):
+            return Runs(self.count, self._ranks, self._blocks, self._cp), self._rank
+        rank, ranks = self._experts
+        return Runs(self.count * self._ranks // ranks, ranks), rank
 
-    @property
-    def num_parts(self) -> int:
-        """Number of sums of this rank's run."""
-        return len(self._runs.nodes(self._rank))
+    def num_parts(self, param: torch.nn.Parameter | None = None) -> int:
+        """Number of sums of this rank's runs of gradients of `param`, by default of a dense parameter."""
+        runs, rank = self._runs_of(param)
+        return len(runs.nodes(rank))
 
     def clear(self) -> None:
         """Drop all sums, at the beginning of a step."""
@@ -313,10 +347,12 @@ class MicrobatchSums(AnyOrder):
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> bool:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
+        (runs, rank), source = self._runs_of(param), wgrad.source()
+        starts = runs.starts(rank)
         if id(param) not in self._trees:
-            runs = self._runs
-            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, run=runs.run_of(self._rank))
-        return self._trees[id(param)].add(self._rank * self.count + self._backward, grad)
+            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, nodes=runs.nodes(rank))
+        start = starts[source] if len(starts) > 1 else starts[0] + source * self.count
+        return self._trees[id(param)].add(start + self._backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""
@@ -331,7 +367,7 @@ class MicrobatchSums(AnyOrder):
 
     def others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
         """The sums of this rank's other subtrees; None where no gradient came."""
-        return self._others.get(id(param), [None] * (self.num_parts - 1))
+        return self._others.get(id(param), [None] * (self.num_parts(param) - 1))
 
     def pop_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
         """The same, and let go of them."""
@@ -367,7 +403,8 @@ def order_of(plan: Plan, group: dist.ProcessGroup) -> Order | None:
     """The order in which `plan` adds rows from the ranks of `group`; None leaves it to the collective."""
     sharding = plan.config.sharding
     if sharding.reproducible == "layout":
-        runs = Runs(plan.batch.num_microbatches, group.size())
+        each = plan.batch.num_microbatches * plan.layout.dp * plan.layout.cp // group.size()
+        runs = Runs(each, group.size(), sharding.reproducible_context_blocks or 1, plan.layout.cp)
         return Order(runs.counts, runs.add)
     return Order([1] * group.size(), in_rank_order) if sharding.deterministic else None
 

@@ -38,7 +38,9 @@ class SampleSeeds:
         self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
         self._is_on = plan.config.run.rng == "sample"
         self._chunks_draw = any(_may_draw(chunk, chunk.config) for chunk in chunks)
-        self._cp_rank, self._tp_rank = groups.collection.cp.rank(), groups.tp.rank()
+        # In blocks, each draws what a rank with that block would (executor/blocks.py).
+        in_blocks = (plan.config.sharding.reproducible_context_blocks or 1) > 1
+        self._cp_rank, self._tp_rank = 0 if in_blocks else groups.collection.cp.rank(), groups.tp.rank()
         self._step: int | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._streams: tuple[str, ...] = ()

@@ -6,12 +6,18 @@ import pytest
 
 from tests.multiproc.test_layouts import (
     BF16,
+    CP2,
+    CUT,
+    EP2,
+    EP4,
     EXPERTS,
+    HALF,
     MTP,
     OWN,
     PP,
     RMS,
     STEPS,
+    TP2,
     TWELVE,
     one_process,
     row,
@@ -19,6 +25,9 @@ from tests.multiproc.test_layouts import (
 from tests.support.layouts import Outcome, outcomes_by_case
 from tests.support.parity import Case
 
+TP4, CP4 = "--tensor_model_parallel_size 4 ", "--context_parallel_size 4 "
+COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
+FOURS = "--reproducible_tensor_blocks 4 --reproducible_context_blocks 4 --make_vocab_size_divisible_by 32 "
 ROWS = [
     row(4, "--pp_microbatches 4 --zero_stage 1 "),
     row(4, "--pp_microbatches 3 ", TWELVE),
@@ -31,6 +40,26 @@ ROWS = [
     row(4, "--pp_microbatches 4 --sync streaming ", MTP),
     row(4, "--pp_microbatches 4 --backend fsdp2 ", MTP + RMS),
     row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --sync streaming ", MTP + RMS),
+    row(4, "--pp_microbatches 4 --zero_stage 1 " + EP2, EXPERTS),
+    row(4, "--pp_microbatches 4 --zero_stage 2 " + EP4, EXPERTS),
+    row(4, "--pp_microbatches 3 " + EP2, EXPERTS + TWELVE),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 " + EP2, EXPERTS + BF16),
+    row(4, PP + "--pp_microbatches 8 --recompute_granularity full " + EP2, EXPERTS + BF16),
+    row(4, "--pp_microbatches 4 " + EP2, EXPERTS + "--moe_expert_capacity_factor 1.0 "),
+    row(4, "--pp_microbatches 4 " + EP4, EXPERTS + HALF),
+    row(4, "--pp_microbatches 8 --backend megatron " + TP2, CUT),
+    row(4, "--pp_microbatches 8 --backend ddp " + CP2, CUT),
+    row(4, "--pp_microbatches 8 --backend fsdp2 " + CP2, CUT),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 16 " + TP2, CUT + BF16),
+    row(4, PP + "--schedule zb-h1 --pp_microbatches 16 " + CP2, CUT + BF16),
+    row(4, "--pp_microbatches 4 --backend megatron ", CUT + BF16),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", CUT + BF16),
+    row(4, "--pp_microbatches 3 --zero_stage 1 ", CUT + TWELVE),
+    row(4, "--pp_microbatches 16 " + CP4, FOURS),
+    row(4, "--pp_microbatches 16 " + TP4, FOURS),
+    row(4, "--pp_microbatches 8 " + CP2, FOURS),
+    row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", COLUMNS),
 ]
 OWN_ROWS = [
     row(4, "--pp_microbatches 4 ", OWN + BF16),

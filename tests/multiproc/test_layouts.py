@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import layouts
 from megaaccum.lab.verification.testing import run_ranks
+from tests.support.distance import check
 from tests.support.layouts import MODEL, OWN, Outcome, outcomes, outcomes_by_case
 from tests.support.parity import Case
 
@@ -29,6 +30,10 @@ HALF = "--grad_reduce_dtype bf16 "
 EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
 RMS = BF16 + "--normalization RMSNorm "
 MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope "
+EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
+TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
+CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
+"""A model that computes by two blocks of columns and two of each sequence."""
 ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 "),
     row(4, "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming "),
@@ -47,6 +52,12 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 ", MTP),
     row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + RMS),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 --zero_stage 1 " + EP2, EXPERTS),
+    row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16),
+    row(4, "--pp_microbatches 8 --backend fsdp2 " + TP2, CUT),
+    row(4, PP + "--schedule zbv --pp_microbatches 8 ", CUT),
+    row(4, "--pp_microbatches 8 --zero_stage 1 " + CP2, CUT + BF16),
+    row(4, "--pp_microbatches 16 --recompute_granularity full " + TP2 + CP2, CUT + BF16),
 ]
 OWN_ROWS = [
     row(4, "--pp_microbatches 4 ", OWN),
@@ -207,6 +218,38 @@ def unfinished_sums_are_dropped() -> Iterator[None]:
         yield
 
 
+def experts_at_once() -> Iterator[None]:
+    """An expert multiplies the tokens of all ranks of its ep group at once."""
+    from megaaccum.sharding import experts
+
+    with patch.object(experts, "multiply_apart", lambda chunks: None):
+        yield
+
+
+def columns_at_once() -> Iterator[None]:
+    """A rank multiplies all its columns at once."""
+    from megaaccum.executor import blocks
+
+    with patch.object(blocks, "cut_columns", lambda *_: None):
+        yield
+
+
+def sequences_at_once() -> Iterator[None]:
+    """A rank multiplies all its tokens of a sequence at once."""
+    from megaaccum.executor import blocks
+
+    with patch.object(blocks, "cut_sequences", lambda *_: None):
+        yield
+
+
+def masks_of_the_rank() -> Iterator[None]:
+    """A rank draws the masks of all its blocks one after the other."""
+    from megaaccum.distributed import rng
+
+    with patch.object(rng, "branched", lambda **_: nullcontext()):
+        yield
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -250,11 +293,28 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
         (rounded_on_arrival, row(4, "--pp_microbatches 4 ", RMS), "gradient"),
         (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
         (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
+        (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
+        (columns_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
+        (sequences_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
+        (masks_of_the_rank, row(2, "--pp_microbatches 16 " + TP2, CUT), "losses"),
     ],
 )
 def test_a_mistake_is_seen(mistake, case, what):
     seen = run_ranks(run, case.world_size, case, mistake)[0]
     assert getattr(seen, what) != getattr(one_process(case.model), what)
+
+
+def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
+    """In FP32, against one process in float64 that knows no blocks."""
+    model, untied = "--num_layers 4 " + CUT, "--untie_embeddings_and_output_weights "
+    check(
+        [
+            Case(4, "--pp_microbatches 4 " + TP2 + CP2 + SAME, model),
+            Case(4, "--pp_microbatches 4 " + SAME, model + RMS.removeprefix(BF16) + "--swiglu --ffn_hidden_size 64 "),
+            Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME, model + untied),
+            Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 4 " + EXPERTS),
+        ]
+    )
 
 
 def test_six_ranks_in_two_stages_are_one_process_to_the_bit():

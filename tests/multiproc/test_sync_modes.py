@@ -26,6 +26,7 @@ V = SMALL + "--pipeline_model_parallel_size 2 --pp_microbatches 2 --grad_accum_s
 FLAT = SMALL + "--pp_microbatches 4 "
 SAME = "--reproducible layout "
 HALF = "--grad_reduce_dtype bf16 "
+COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 "
 UNTIED = "--untie_embeddings_and_output_weights "
 THIRDS = "--hidden_size 48 --make_vocab_size_divisible_by 96 --max_position_embeddings 48 "
 """Rows of every matrix that three ranks have equal parts of."""
@@ -90,6 +91,10 @@ CASES = {
     "zero-3, sequences cut": Case(4, FLAT + "--context_parallel_size 2", UNTIED),
     "experts": Case(4, FLAT, EXPERTS),
     "experts spread": Case(4, FLAT + "--expert_model_parallel_size 2", EXPERTS),
+    "experts spread in one order": Case(4, FLAT + SAME + "--expert_model_parallel_size 2", EXPERTS),
+    "zero-3 in one order, sequences in blocks": Case(4, FLAT + SAME + "--reproducible_context_blocks 2", UNTIED),
+    "zero-3 in one order, sequences cut": Case(4, FLAT + SAME + "--context_parallel_size 2", UNTIED),
+    "zero-1 in one order, in blocks of columns": Case(4, FLAT + SAME + COLUMNS + "--zero_stage 1", UNTIED),
     "zero-3 in one order, three ranks": Case(3, FLAT + SAME, UNTIED),
     "zero-3 in one order, three ranks, 16 bits": Case(3, FLAT + SAME + HALF, UNTIED),
     "zero-1 in one order, three ranks, bf16": Case(3, FLAT + SAME + "--zero_stage 1", UNTIED, "bf16"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.layouts import digest, gathered, state_of
+from benchmarks.layouts import cuts_of, digest, gathered, state_of
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import VOCAB, Case, Gradient, Rig
 
@@ -57,7 +57,9 @@ def outcome_of(losses: list[float], norms: list[float], gradient: Gradient, back
     return Outcome(
         losses=tuple(losses),
         norms=tuple(norms),
-        gradient=digest(gathered({name: [(0, part.view(-1))] for name, part in gradient.parts.items()})),
+        gradient=digest(
+            gathered({name: [(0, part.reshape(-1))] for name, part in gradient.parts.items()}, cuts_of(backend))
+        ),
         state=digest(state_of(backend)),
     )
 

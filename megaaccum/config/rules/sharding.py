@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.batch_ramp import KEYS as RAMP_KEYS
 from megaaccum.config.rules.subject import Subject
-from megaaccum.errors import either, nearest_divisors
+from megaaccum.errors import either, nearest_divisors, nearest_multiples
 
 
 def streaming(subject: Subject) -> Iterator[str]:
@@ -58,14 +58,20 @@ def reproducible(subject: Subject) -> Iterator[str]:
     sharding, parallel, model = subject.sharding, subject.parallel, subject.model
     if sharding.reproducible != "layout":
         return
-    tp, cp, ep = (
-        parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
-    )  # fmt: skip
+    ep, dispatcher = parallel.expert_model_parallel_size, model.moe_token_dispatcher_type
+    spread = f"expert_model_parallel_size {ep} with"
     ramped = subject.given(*RAMP_KEYS)
     refused = {
-        f"tensor_model_parallel_size {tp}: it cuts the sums inside matrix products": tp > 1,
-        f"context_parallel_size {cp}: it cuts the sums inside attention": cp > 1,
-        f"expert_model_parallel_size {ep}: experts then multiply the tokens of several ranks at once": ep > 1,
+        f"{spread} moe_token_dispatcher_type {dispatcher}: only alltoall brings each copy of a token back to its own"
+        " rank, which adds them in the order of experts": ep > 1 and dispatcher != "alltoall",
+        f"{spread} transformer_impl transformer_engine: its grouped products multiply the tokens of several ranks at"
+        " once": ep > 1 and model.transformer_impl == "transformer_engine",
+        f"{spread} sync streaming: it adds up the gradients of an expert's ranks before they are released": (
+            ep > 1 and sharding.sync == "streaming"
+        ),
+        "overlap_moe_expert_parallel_comm: a parameter's gradient then comes in several pieces of a layer's backward": (
+            parallel.overlap_moe_expert_parallel_comm
+        ),
         "moe_router_load_balancing_type global_aux_loss: it counts what a rank has seen so far": (
             model.num_experts is not None and "global_aux_loss" in model.moe_router_load_balancing_type
         ),
@@ -95,6 +101,72 @@ def reproducible(subject: Subject) -> Iterator[str]:
     for what, is_so in refused.items():
         if is_so:
             yield f"reproducible layout does not support {what}. Change that, or remove reproducible."
+
+
+def blocks(subject: Subject) -> Iterator[str]:
+    """Blocks are alike and divide over tp and cp, which cut nothing else."""
+    sharding, parallel, model = subject.sharding, subject.parallel, subject.model
+    columns, sequences = sharding.reproducible_tensor_blocks or 1, sharding.reproducible_context_blocks or 1
+    te = model.transformer_impl == "transformer_engine"
+    widths = (
+        ("tensor", "num_attention_heads", model.num_attention_heads, columns),
+        ("tensor", "num_query_groups", model.num_query_groups or 0, columns),
+        ("tensor", "ffn_hidden_size", model.ffn_hidden_size or 0, 32 * columns),
+        ("tensor", "make_vocab_size_divisible_by", model.make_vocab_size_divisible_by, 32),
+        ("context", "seq_length", model.seq_length or 0, 2 * sequences),
+    )
+    refused = {
+        "sequence_parallel: ranks then have other parts of a sequence, and norms sum over them": (
+            parallel.sequence_parallel
+        ),
+        "num_experts: routers count the tokens of a whole part of a sequence": model.num_experts is not None,
+        "multi_latent_attention: all heads share its keys' rotated part": model.multi_latent_attention,
+        "qk_layernorm: its gradient is a sum over heads": model.qk_layernorm,
+        f"mtp_num_layers {model.mtp_num_layers}: prediction layers are not cut into blocks": bool(model.mtp_num_layers),
+        "softmax_type: its offsets belong to heads": "softmax_type" in subject.megatron,
+        "rng megatron: every rank then draws from a state of its own": subject.run.rng == "megatron",
+        "recompute_modules core_attn: it restores the random state of one block": (
+            model.recompute_granularity == "selective" and "core_attn" in (model.recompute_modules or ())
+        ),
+        "transformer_impl transformer_engine: its kernels, flash attention and rings of ranks among them, choose the"
+        " order of sums by the size of a rank's part": te,
+    }
+    of_sequences = {
+        "sync streaming: it adds up a micro-batch's blocks before they are released": sharding.sync == "streaming",
+        "attention_backend unfused: it has one causal mask, for whole sequences": model.attention_backend == "unfused",
+        "loss_norm microbatch: it divides a part's loss before the parts are added": (
+            subject.batch.loss_norm == "microbatch"
+        ),
+        "reset_attention_mask: documents end elsewhere than blocks": subject.data.reset_attention_mask,
+        "a model of your own: its layers are not known": subject.own_model,
+        "backend ddp and fewer cp ranks: torch's DDP takes one gradient of a parameter in a backward": (
+            sharding.backend == "ddp" and sequences > parallel.context_parallel_size
+        ),
+    }
+    for axis, size, count, also in (
+        ("tensor", "tensor_model_parallel_size", columns, {}),
+        ("context", "context_parallel_size", sequences, of_sequences),
+    ):
+        key, ranks = f"reproducible_{axis}_blocks", getattr(parallel, size)
+        if sharding.reproducible != "layout" or count == 1 == ranks:
+            continue
+        if count % ranks or count & (count - 1):
+            yield (
+                f"{key} {count} has to be a power of two that {size} {ranks} divides: set {size} to"
+                f" {1 << ranks.bit_length() - 1}, and {key} to that or twice as much."
+            )
+            continue
+        for cuts, name, width, multiple in widths:
+            if cuts == axis and width % multiple:
+                yield (
+                    f"{name} {width} has to be a multiple of {multiple} with {key} {count}: set it to"
+                    f" {either(nearest_multiples(width, multiple))}, or {key} to less."
+                )
+        for what in (what for what, is_so in (refused | also).items() if is_so):
+            yield (
+                f"reproducible layout with {key} {count} does not support {what}. Change that, or set {size} and {key}"
+                " to 1."
+            )
 
 
 def streaming_alone(subject: Subject) -> Iterator[str]:

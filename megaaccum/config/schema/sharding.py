@@ -35,6 +35,12 @@ class ShardingConfig:
     """layout: loss, norm, gradient and weights are the same to the bit under every pp, vpp, dp, schedule, backend and
     sync mode with the same micro_batch_size: sums over micro-batches and ranks are made in one order. It includes
     deterministic. With sync resident each rank takes a run of the global batch's micro-batches, not every dp-th."""
+    reproducible_tensor_blocks: Annotated[int | None, Facts(at_least=1, needs="reproducible layout")] = None
+    """Blocks of columns and heads in which layers compute, with reproducible layout: a power of two. Every
+    tensor_model_parallel_size that divides it has the same bits. Default: tensor_model_parallel_size."""
+    reproducible_context_blocks: Annotated[int | None, Facts(at_least=1, needs="reproducible layout")] = None
+    """Blocks of each sequence in which layers compute, with reproducible layout: a power of two. Every
+    context_parallel_size that divides it has the same bits. Default: context_parallel_size."""
     reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 50_000_000
     """Elements reduced in one collective. A step's last is under no compute; DeepSpeed allocates as much in full."""
     offload_optimizer: Literal["none", "cpu"] = "none"

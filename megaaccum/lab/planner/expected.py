@@ -27,8 +27,8 @@ def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
     forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
     model, at = forecast.model(mode), forecast.layout(mode)
     m, ranks = plan.batch.num_microbatches, plan.layout.dp * plan.layout.cp
-    one = footprint.moved(mode, plan.config.sharding, 1, ranks, microbatches=m).total
-    others = footprint.sums_of_others(mode, plan.config.sharding, ranks, m)
+    one = footprint.moved(mode, plan.config.sharding, 1, ranks, microbatches=m, cp=plan.layout.cp).total
+    others = footprint.sums_of_others(mode, plan.config.sharding, ranks, m, plan.layout.cp)
     least = min(others) / max(*others, 1)
     found = []
     for pp_rank in range(plan.layout.pp):

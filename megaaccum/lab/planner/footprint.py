@@ -98,10 +98,11 @@ def moved(
     microbatches: int,
     live: float = 0,
     rank: int | None = None,
+    cp: int = 1,
 ) -> Moved:
     """The cost of `elements` parameters that `ranks` ranks share: K ranks, R replicas of S = K / R ranks, P and G bytes
     of parameters and gradients, L of them `live` elements', m micro-batches per step. rank: which of them receives it;
-    None: the one that receives the most.
+    None: the one that receives the most. cp: how many of them share a sequence.
 
     | resident: ZeRO-3, Megatron, FSDP2 (R = 1) | (K-1)/K * (P + G) |
     | streaming | (K-1)/K * (2 (P - L) * m + L + G * m) |
@@ -110,7 +111,7 @@ def moved(
     | HSDP | as above with S for K, and 2 (R-1)/R * G / S |
     | torch DDP | 2 (K-1)/K * G, in FP32 for 16-bit parameters |
     | `reproducible: layout`, resident | G / K for each sum of another rank in place of (K-1)/K * G: one each where K is
-      a power of two, else as many as its run of micro-batches comes to |
+      a power of two, else as many as its run of micro-batches comes to; as many for each block of a sequence |
 
     Padding is left out: to a multiple of K per parameter (ZeRO-3), of whole rows (FSDP2), of 64 elements per parameter
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
@@ -119,7 +120,7 @@ def moved(
     inner = ranks // mode.replicas
     share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
     p, g = param * elements, grad * elements
-    sums = sums_of_others(mode, sharding, ranks, microbatches)
+    sums = sums_of_others(mode, sharding, ranks, microbatches, cp)
     others = max(sums) if rank is None else sums[rank]
     once = others / ranks
     if mode.backend == "ddp":
@@ -133,11 +134,13 @@ def moved(
     return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
 
 
-def sums_of_others(mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int) -> list[int]:
+def sums_of_others(
+    mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int, cp: int = 1
+) -> list[int]:
     """Number of sums of whole gradients, by rank, that the other ranks send pieces of in one reduction."""
     if sharding.reproducible != "layout" or mode.sync == "streaming":
         return [ranks - 1] * ranks
-    sums = sums_of_runs(microbatches, ranks)
+    sums = sums_of_runs(microbatches, ranks, blocks_of_rank(sharding, cp), cp)
     return [sum(sums) - own for own in sums]
 
 
@@ -153,9 +156,18 @@ def partial_sums(leaves: int, start: int, stop: int) -> int:
     return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
 
 
+def blocks_of_rank(sharding: ShardingConfig, cp: int) -> int:
+    """Blocks of a sequence, each with a sum of its own, that a rank of context parallelism has."""
+    return max(1, (sharding.reproducible_context_blocks or 1) // cp)
+
+
 @cache
-def sums_of_runs(each: int, ranks: int) -> tuple[int, ...]:
-    """Number of sums that each rank's run of `each` leaves is reduced to: one if `ranks` is a power of two."""
+def sums_of_runs(each: int, ranks: int, blocks: int = 1, cp: int = 1) -> tuple[int, ...]:
+    """Number of sums that each rank's run of `each` leaves is reduced to: one if `ranks` is a power of two. cp: ranks
+    that have the same run, each in `blocks` blocks; without others that have another run, they are one sum."""
+    if cp > 1 or blocks > 1:
+        times = blocks if ranks > cp else 1
+        return tuple(times * sums for sums in sums_of_runs(each, ranks // cp) for _ in range(cp))
     odd = ranks // (ranks & -ranks)  # halving an even number of ranks halves the tree alike
     return tuple(partial_sums(odd * each, rank * each, (rank + 1) * each) for rank in range(odd)) * (ranks // odd)
 

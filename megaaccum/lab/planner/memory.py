@@ -67,6 +67,11 @@ class Memory:
         return sum(self.by_kind.values(), np.zeros(len(self.rank)))
 
 
+def _of_several(waiting: Any, runs: Any) -> Any:
+    """Upper bound of the sums that wait on a rank with several runs of micro-batches, of each of which `waiting` do."""
+    return np.maximum(waiting * runs, np.ceil(np.log2(runs)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Everything about a model and how it is run that does not differ between layouts."""
@@ -107,6 +112,8 @@ class MemoryModel:
     """Flushes of a step, each over the micro-batches that a layout names."""
     head_copy: bool = False
     """A tied head has a copy of the word table on the table's own stage too (reproducible: layout)."""
+    context_blocks: int = 1
+    """Blocks of each sequence (reproducible: layout)."""
     joined_units: bool = False
     """Whether all that is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
@@ -200,8 +207,8 @@ class MemoryModel:
         partial sums that it sends, and those that arrive from all ranks."""
         if not any(per.waiting for per in self.states.values()):
             return 1.0
-        runs = zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True)
-        sums = [sums_of_runs(each, ranks) for each, ranks in runs]
+        columns = at.num_microbatches * self.flushes, at.dp * at.cp, self._blocks(at), at.cp
+        sums = [sums_of_runs(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
         copies = np.array([max(each) + np.mean(each) for each in sums])
         return np.where(at.sync == SYNC_MODES.index("streaming"), 1.0, copies)
 
@@ -250,9 +257,18 @@ class MemoryModel:
         in_turns = per.waiting_shard > 0
         runs = list(zip((at.num_microbatches * self.flushes).tolist(), at.dp.tolist(), strict=True))
         waiting = np.array([most_waiting(each, ranks, in_turns=in_turns) for each, ranks in runs])
-        final = 1 if in_turns else np.array([max(sums_of_runs(each, ranks)) for each, ranks in runs])
-        elements = self._shard(at, params) if in_turns else params.total + np.zeros(len(at))
-        return per.partial_sums(elements, waiting, final)
+        if in_turns:
+            return per.partial_sums(self._shard(at, params), waiting, 1)
+        final = np.array([max(sums_of_runs(each, ranks)) for each, ranks in runs])
+        blocks = self._blocks(at)
+        dense = per.partial_sums(params.plain, _of_several(waiting, blocks), final * np.where(at.dp > 1, blocks, 1))
+        # An expert has the micro-batches of all ranks that send it tokens, some of each.
+        sources = np.maximum(1, at.dp * at.cp // at.edp)
+        return dense + per.partial_sums(params.expert, _of_several(waiting, sources), final)
+
+    def _blocks(self, at: Layouts) -> Any:
+        """Blocks of a sequence, each with a sum of its own, that a rank has."""
+        return np.maximum(1, self.context_blocks // at.cp)
 
     def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""

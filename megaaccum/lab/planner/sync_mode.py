@@ -22,6 +22,7 @@ from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stag
 from megaaccum.lab.planner.weights import Elements, rank_parameters
 from megaaccum.lab.planner.workload import at_owners_in, memory_model
 from megaaccum.model.layers import Layers, on_a_gpu
+from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB, amount
 
@@ -82,8 +83,12 @@ class Forecast:
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
         live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
-        plain = footprint.moved(mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank)
+        plain = footprint.moved(
+            mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp
+        )
         alike = dp_rank if at.edp == at.dp * at.cp else None
+        if mode.sync == "resident":
+            m *= max(1, at.dp * at.cp // at.edp)  # of the runs of all ranks that send tokens
         total = plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
         return total + self._straight_to_owners(mode, pp_rank) if self._at_owners(mode) else total
 
@@ -100,11 +105,12 @@ class Forecast:
 
     def elements(self, pp_rank: int) -> Elements:
         """Parameters of a rank of pipeline rank `pp_rank`."""
-        at = self.plan.layout
+        at, config = self.plan.layout, self.plan.config
         chunks = self.chunks(pp_rank)
-        if self.plan.config.sharding.reproducible == "layout":
+        if config.sharding.reproducible == "layout":
             chunks = with_head_apart(chunks)
-        return rank_parameters(self.plan.config.model, chunks, self.vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+        vocab = padded_vocab_size(config, self.vocab)
+        return rank_parameters(config.model, chunks, vocab, tp=at.tp, ep=at.ep, etp=at.etp)
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""

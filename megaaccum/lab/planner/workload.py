@@ -19,6 +19,7 @@ from megaaccum.lab.planner.memory import MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
+from megaaccum.model.sizes import padded_rows
 from megaaccum.optim.owners import at_owners
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB
@@ -218,7 +219,7 @@ def memory_model(
     bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
     return MemoryModel(
         model=model,
-        vocab_size=vocab_size,
+        vocab_size=padded_rows(model, vocab_size, sharding.reproducible_tensor_blocks or 1),
         kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
         usage=usage or Usage(),
         states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more) for each in modes},
@@ -232,6 +233,7 @@ def memory_model(
         at_owners=at_owners_in(config, first, 1),
         live_elements=first.live,
         head_copy=sharding.reproducible == "layout",
+        context_blocks=sharding.reproducible_context_blocks or 1,
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),

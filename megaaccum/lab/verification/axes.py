@@ -9,6 +9,7 @@ from megaaccum.config.keys import keys_that_need
 from megaaccum.lab.verification.case import Case, Keys
 
 _SCHEDULE: Keys = {"schedule": None, "virtual_pipeline_model_parallel_size": None}
+_ONE_ORDER: Keys = dict.fromkeys(("reproducible", "reproducible_tensor_blocks", "reproducible_context_blocks"))
 _OF_EXPERTS: Keys = dict.fromkeys(keys_that_need("num_experts")) | {
     "num_experts": None, "moe_router_load_balancing_type": None, "moe_token_dispatcher_type": None,
     "cold_expert_offload": None, "cold_expert_tokens": None, "cold_expert_steps": None,
@@ -88,8 +89,8 @@ def _tied(case: Case) -> Case | None:
 def _backend(case: Case) -> Case | None:
     """torch DDP in place of another backend, whose options are dropped."""
     keys: Keys = dict.fromkeys(
-        ("zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas", "deterministic",
-         "reproducible", "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
+        (*_ONE_ORDER, "zero_stage", "sync", "max_live_parameters", "offload_optimizer", "data_parallel_replicas",
+         "deterministic", "reduce_bucket_size", "cold_expert_offload", "cold_expert_tokens", "cold_expert_steps")
     )  # fmt: skip
     return None if case.keys.get("backend") == "ddp" else _with(case, keys | {"backend": "ddp"})
 
@@ -112,7 +113,7 @@ _AXES: dict[str, Callable[[Case], Case | None]] = {
     "recompute": _recompute,
     "sync": _only("sync", sync=None, max_live_parameters=None),
     "offload": _only("offload_optimizer", offload_optimizer=None),
-    "deterministic": _only("deterministic", deterministic=None, reproducible=None),
+    "deterministic": _only("deterministic", deterministic=None, **_ONE_ORDER),
     "flush": _only("flush", flush=None),
     "schedule": _schedule,
     "sp": _only("sequence_parallel", sequence_parallel=None),

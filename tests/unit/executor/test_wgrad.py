@@ -19,7 +19,7 @@ def test_an_input_is_gathered_under_the_product_before_its_own(monkeypatch):
     owed = wgrad.WeightGrads()
     weights = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     for number, weight in enumerate(weights):
-        owed.add(weight, wgrad._Product(torch.full((4, 2), float(number)), torch.ones(4, 2), gather=object()))  # type: ignore[arg-type]
+        owed.add(weight, wgrad.Product(torch.full((4, 2), float(number)), torch.ones(4, 2), gather=object()))  # type: ignore[arg-type]
     owed.compute(lambda weight, grad: happened.append(f"add {int(grad[0, 0]) // 4}"))
     assert happened == [
         "gather 0", "gather 1", "wait 0", "add 0", "gather 2", "wait 1", "add 1", "wait 2", "add 2",

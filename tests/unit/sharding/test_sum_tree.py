@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaaccum.lab.planner.footprint import partial_sums, sums_of_runs
-from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree
+from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree, nodes_of
 
 COUNTS = (1, 2, 3, 5, 12, 16, 20, 33)
 
@@ -33,8 +33,9 @@ def rows_of(runs: Runs, parts: list[torch.Tensor], dtype: torch.dtype | None = N
     """The rows of each rank's run, in the precision of its messages."""
     rows: list[torch.Tensor] = []
     for rank in range(runs.ranks):
-        start, stop = runs.run_of(rank)
-        mine = SumTree(runs.leaves, dtype, run=(start, stop))
+        (start,) = runs.starts(rank)
+        stop = start + runs.each
+        mine = SumTree(runs.leaves, dtype, nodes=nodes_of(runs.leaves, (start, stop)))
         order = random.Random(rank).sample(range(start, stop), runs.each)
         done = [mine.add(leaf, parts[leaf].clone()) for leaf in order]
         assert done == [False] * (runs.each - 1) + [True]
@@ -111,6 +112,23 @@ def test_the_runs_of_any_number_of_ranks_make_one_tree(count, ranks):
     for row in rows[1:]:
         one_by_one += row
     assert not torch.equal(one_by_one, whole), "the order of the rows is seen"
+
+
+@pytest.mark.parametrize(
+    ("each", "dp", "cp", "blocks"),
+    [(4, 1, 2, 2), (4, 2, 1, 2), (2, 2, 2, 2), (4, 3, 1, 2), (4, 3, 2, 2), (2, 2, 2, 4), (4, 1, 1, 4)],
+)
+def test_blocks_of_sequences_make_one_tree(each, dp, cp, blocks):
+    """Whatever data-parallel and context ranks there are, and as many sums as the planner says."""
+    parts, runs = leaves(each * dp * blocks), Runs(each, dp * cp, blocks, cp)
+    rows = []
+    for rank in range(runs.ranks):
+        mine = SumTree(runs.leaves, nodes=runs.nodes(rank))
+        for leaf in (start + index for index in range(each) for start in runs.starts(rank)):
+            mine.add(leaf, parts[leaf].clone())
+        rows += [total for total in mine.totals() if total is not None]
+    assert torch.equal(runs.add(torch.stack(rows), torch.float32), summed(parts, list(range(len(parts)))))
+    assert runs.counts == sums_of_runs(each, dp * cp, blocks // cp, cp)
 
 
 def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
