@@ -69,6 +69,7 @@ def reproducible(subject: Subject) -> Iterator[str]:
         f"{spread} sync streaming: it adds up the gradients of an expert's ranks before they are released": (
             ep > 1 and sharding.sync == "streaming"
         ),
+        f"{spread} optimizer muon: it was not compared": ep > 1 and subject.optimizer.optimizer == "muon",
         "overlap_moe_expert_parallel_comm: a parameter's gradient then comes in several pieces of a layer's backward": (
             parallel.overlap_moe_expert_parallel_comm
         ),
@@ -109,7 +110,6 @@ def blocks(subject: Subject) -> Iterator[str]:
     columns, sequences = sharding.reproducible_tensor_blocks or 1, sharding.reproducible_context_blocks or 1
     te = model.transformer_impl == "transformer_engine"
     widths = (
-        ("tensor", "num_attention_heads", model.num_attention_heads, columns),
         ("tensor", "num_query_groups", model.num_query_groups or 0, columns),
         ("tensor", "ffn_hidden_size", model.ffn_hidden_size or 0, 32 * columns),
         ("tensor", "make_vocab_size_divisible_by", model.make_vocab_size_divisible_by, 32),
@@ -125,6 +125,7 @@ def blocks(subject: Subject) -> Iterator[str]:
         f"mtp_num_layers {model.mtp_num_layers}: prediction layers are not cut into blocks": bool(model.mtp_num_layers),
         "softmax_type: its offsets belong to heads": "softmax_type" in subject.megatron,
         "rng megatron: every rank then draws from a state of its own": subject.run.rng == "megatron",
+        "optimizer muon: its owners' sums have not been compared there": subject.optimizer.optimizer == "muon",
         "recompute_modules core_attn: it restores the random state of one block": (
             model.recompute_granularity == "selective" and "core_attn" in (model.recompute_modules or ())
         ),

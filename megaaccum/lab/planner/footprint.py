@@ -140,7 +140,7 @@ def sums_of_others(
     """Number of sums of whole gradients, by rank, that the other ranks send pieces of in one reduction."""
     if sharding.reproducible != "layout" or mode.sync == "streaming":
         return [ranks - 1] * ranks
-    sums = sums_of_runs(microbatches, ranks, blocks_of_rank(sharding, cp), cp)
+    sums = sums_of_runs(microbatches, ranks, max(1, (sharding.reproducible_context_blocks or 1) // cp), cp)
     return [sum(sums) - own for own in sums]
 
 
@@ -154,11 +154,6 @@ def partial_sums(leaves: int, start: int, stop: int) -> int:
         return 0
     half = leaves // 2
     return partial_sums(half, start, stop) + partial_sums(leaves - half, start - half, stop - half)
-
-
-def blocks_of_rank(sharding: ShardingConfig, cp: int) -> int:
-    """Blocks of a sequence, each with a sum of its own, that a rank of context parallelism has."""
-    return max(1, (sharding.reproducible_context_blocks or 1) // cp)
 
 
 @cache
