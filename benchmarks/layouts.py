@@ -245,8 +245,10 @@ def train(flags: str, steps: int, own: bool = False, middle: str | None = None) 
     start, after = engine.consumed_samples // plan.batch.global_batch_size, engine.consumed_samples
     # Its stages read more than Megatron's: each takes another way by the parity of a micro-batch's tokens.
     reads = patch.object(evaluation, "read_by", lambda chunks: ("tokens", "labels", "loss_mask"))
-    loading = closing(loader_of(engine, data.train, data, consumed_samples=after))
-    with reads if own else nullcontext(), loading as loader:
+    with (
+        reads if own else nullcontext(),
+        closing(loader_of(engine, data.train, data, consumed_samples=after)) as loader,
+    ):
         for step in range(start, steps):
             if middle is not None and saves and step == steps // 2:
                 engine.save(middle)
