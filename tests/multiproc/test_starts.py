@@ -140,7 +140,8 @@ def recorded_and_flags(folder) -> tuple[int, dict, dict]:
     for name in LAUNCHER:  # the harness has made this process a rank; a user's terminal is none
         os.environ.pop(name, None)
     os.chdir(folder)
-    code = cli.main(["train", "--record", "--output_dir", f"{folder}/script", "--", "bash", "train.sh"])
+    run = ["--num_threads", "1", "--output_dir", f"{folder}/script"]  # as many as in the run by flags: sums round alike
+    code = cli.main(["train", "--record", *run, "--", "bash", "train.sh"])
     return code, losses(folder / "script"), losses(folder / "flags")
 
 
@@ -148,7 +149,7 @@ def test_a_recorded_script_trains_what_its_flags_train(tmp_path):
     require_bwrap()
     (tmp_path / "train.sh").write_text(f"ARGS=({SCRIPT})\ntorchrun --nproc_per_node 1 pretrain_gpt.py ${{ARGS[@]}}\n")
     (tmp_path / "flags.txt").write_text(SCRIPT)
-    assert start(f"{tmp_path}/flags.txt --output_dir {tmp_path}/flags") == [""]
+    assert start(f"{tmp_path}/flags.txt --num_threads 1 --output_dir {tmp_path}/flags") == [""]
     ((code, script, flags),) = run_ranks(recorded_and_flags, 1, tmp_path, init=False, timeout=120)
     assert code == 0
     assert script == flags
