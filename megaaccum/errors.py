@@ -104,6 +104,18 @@ def either(values: list[int]) -> str:
     return " or ".join(str(v) for v in values)
 
 
+def listed(texts: Iterable[object], separator: str = ", ", *, most: int = 4) -> str:
+    """'a, b, c, d, and 3 more'."""
+    found = [str(text) for text in texts]
+    more = [f"and {len(found) - most} more"] if found[most:] else []
+    return separator.join(found[:most] + more)
+
+
+def as_product(shape: Iterable[int]) -> str:
+    """'3 x 4'; a scalar is 'one element'."""
+    return " x ".join(map(str, shape)) or "one element"
+
+
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0.6) -> str:
     """' (did you mean lr or lr_decay_iters?)', to follow an unknown name; '' if nothing is near."""
     from difflib import get_close_matches  # a module of some size, for errors alone

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, as_product, listed
 from megaaccum.model import names
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _AT_ONCE = 1 << 24
 """Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
 _STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)\.")
 """Parameters that consist of several matrices, each cut over tensor-parallel ranks, which `Cut` does not describe."""
-_SHOWN = 4
-"""Parameters that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +263,7 @@ def check_fit(
         if there is None:
             wrong.append(f"{current} has no {name}")
         elif there != here:
-            wrong.append(f"{name} is {_by(there)} in {current}, but {_by(here)} in the model")
+            wrong.append(f"{name} is {as_product(there)} in {current}, but {as_product(here)} in the model")
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
@@ -277,9 +275,7 @@ def check_fit(
         elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
-        raise CheckpointError(
-            "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else "")
-        )
+        raise CheckpointError(listed(wrong, "; "))
 
 
 def _lacks(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
@@ -288,7 +284,3 @@ def _lacks(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
     own, other = kinds if names.is_matrix(state.param) else kinds[::-1]
     switches = stored.has(state.name, other) and not stored.has(state.name, own)
     return own if switches and not (new_momenta and own == "momentum_buffer") else ""
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

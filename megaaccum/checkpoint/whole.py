@@ -15,14 +15,11 @@ import torch.distributed as dist
 
 from megaaccum.checkpoint.pieces import Cut, Piece, held_pieces, is_state_space
 from megaaccum.distributed.agreement import distinct_values, gathered, raise_on_all_ranks
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, as_product, listed
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
-
-_SHOWN = 4
-"""Names that a message lists."""
 
 
 class InParts(Protocol):
@@ -148,7 +145,7 @@ def _whole(name: str, tensor: torch.Tensor) -> Piece:
 def _check_cuts(names: Iterable[str], tp: int) -> None:
     if tp > 1 and (found := [name for name in names if is_state_space(name)]):
         raise CheckpointError(
-            f"{', '.join(found[:_SHOWN])}: parameters of state-space layers are joined only without tensor parallelism:"
+            f"{listed(found)}: parameters of state-space layers are joined only without tensor parallelism:"
             " load the checkpoint with tensor_model_parallel_size 1"
         )
 
@@ -188,7 +185,9 @@ def _put(
         parts = waiting.pop(name, [])
         for piece, target in parts:
             if tuple(tensor.shape) != piece.shape:
-                raise CheckpointError(f"{name} is {_by(tuple(tensor.shape))}, but {_by(piece.shape)} in the model")
+                raise CheckpointError(
+                    f"{name} is {as_product(tensor.shape)}, but {as_product(piece.shape)} in the model"
+                )
             if isinstance(tensor, torch.Tensor):
                 copy_runs(target.detach(), tensor.detach().reshape(-1), piece, into_whole=False)
             else:
@@ -196,10 +195,4 @@ def _put(
         if parts:
             known = known - {name}
     if waiting:
-        missing = sorted(waiting)
-        more = f", and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else ""
-        raise CheckpointError(f"the weights lack {', '.join(missing[:_SHOWN])}{more}")
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "one element"
+        raise CheckpointError(f"the weights lack {listed(sorted(waiting))}")

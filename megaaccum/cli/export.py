@@ -22,10 +22,8 @@ def main(argv: Sequence[str]) -> int:
     match = re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)
     if match is None:
         raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
-    if args.via:
-        raise ConfigError(
-            "--via bridge: Megatron-Bridge's mappings are not used here; write --megatron DIR, which Bridge converts"
-        )
+    if (args.via or args.like) and args.hf is None:
+        raise ConfigError("--via and --like say how a Hugging Face model is written: give --hf DIR")
     from megaaccum.platform import cpu
 
     cpu.install()  # before Megatron is imported
@@ -45,11 +43,14 @@ def main(argv: Sequence[str]) -> int:
         checkpoint=args.checkpoint,
         family=args.family,
         dtype=args.dtype,
+        like=args.like,
+        via_bridge=args.via == "bridge",
         max_shard_bytes=int(match[1]) * _UNITS[match[2]],
     )
     export.write(args.hf)
     made = "made of the run's configuration" if export.content is None else f"that of {export.source}"
-    print(f"wrote {args.hf}: the {export.family} model of {export.checkpoint}; config.json is {made}")
+    kind = export.family or "Megatron-Bridge's"
+    print(f"wrote {args.hf}: the {kind} model of {export.checkpoint}; config.json is {made}")
     return 0
 
 
@@ -72,7 +73,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
     )
     parser.add_argument("--family", choices=list(families()["families"]), help="default: the first that has the model")
-    parser.add_argument("--via", choices=("bridge",), help="refused: convert what --megatron writes with Bridge")
+    parser.add_argument(
+        "--like", type=Path, metavar="DIR", help="a model with the config.json and tokenizer (default: init_from)"
+    )
+    parser.add_argument("--via", choices=("bridge",), help="weights by Megatron-Bridge's mapping, if it is installed")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)"

@@ -19,6 +19,8 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
     Appends to `notes` what is neither Megatron-LM's default nor obvious. own_model: see plan.resolve.
     """
     _derive_attention(config.model)
+    if config.model.position_embedding_type == "yarn" and not config.model.multi_latent_attention:
+        config.megatron = _YARN | config.megatron
     _derive_mlp(config.model)
     _derive_recompute(config.model)
     _derive_batch(config)
@@ -42,6 +44,13 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
     _fill(config.data, data_cache_path=os.path.join(config.run.output_dir, "data"))
     if config.sharding.sync == "auto":
         config.sharding.sync = "resident"
+
+
+_YARN: dict[str, object] = {
+    "yarn_rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": True,
+}  # fmt: skip
+"""The numbers that Megatron's model reads, with the defaults of its arguments."""
 
 
 def _fill(section: object, **defaults: object) -> None:

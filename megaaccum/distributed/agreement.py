@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement
+from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement, listed
 from megaaccum.platform import cpu
 
 MOST_SHOWN = 8
@@ -174,9 +174,8 @@ def describe(name: str, values: Sequence[object]) -> str:
     ranks: dict[object, list[int]] = {}
     for rank, each in enumerate(values):
         ranks.setdefault(each, []).append(rank)
-    said = "; ".join(f"{_ranks(ranks[each])}: {each}" for each in list(ranks)[:MOST_SHOWN])
-    more = f"; and {len(ranks) - MOST_SHOWN} more" if len(ranks) > MOST_SHOWN else ""
-    return f"ranks disagree about {name} ({said}{more})"
+    said = listed((f"{_ranks(numbers)}: {each}" for each, numbers in ranks.items()), "; ", most=MOST_SHOWN)
+    return f"ranks disagree about {name} ({said})"
 
 
 def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[str, object]]) -> str:

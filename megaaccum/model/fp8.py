@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import gathered
+from megaaccum.errors import listed
 from megaaccum.model.names import over_stages
 from megaaccum.upstream import te
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-
-MOST_SHOWN = 4
-"""Number of histories that a message names."""
 
 PREFIX = "fp8/"
 """Prefix of the names of FP8 state, in checkpoints too."""
@@ -165,8 +163,7 @@ class Fp8:
             return ""
         mine = [name[len(PREFIX) :] for name, tensor in self._amaxes().items() if not tensor.isfinite().all()]
         names = sorted({name for each in gathered(mine) for name in each})
-        more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-        return f"FP8 met an infinite value in {', '.join(names[:MOST_SHOWN])}{more}" if names else ""
+        return f"FP8 met an infinite value in {listed(names)}" if names else ""
 
     def _amaxes(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if "/amax_history_" in name}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -94,6 +95,8 @@ def _activation(plan: Plan) -> Callable[[torch.Tensor], torch.Tensor]:
         return cast("Callable[[torch.Tensor], torch.Tensor]", squared_relu)
     if model.openai_gelu:
         return partial(functional.gelu, approximate="tanh")
+    if model.quick_geglu:
+        return cast("Callable[[torch.Tensor], torch.Tensor]", quick_gelu)
     return functional.silu if model.swiglu else functional.gelu
 
 
@@ -104,10 +107,14 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
     other = model.squared_relu or model.openai_gelu
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not other
     rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    dense_quick = model.quick_geglu and not (model.num_experts and model.moe_layer_freq == 1)
     return dict(
-        # Megatron's fused GELU is one of a bias; its fused SwiGLU takes none as well.
-        bias_activation_fusion=on_gpu and activation and (model.swiglu or model.add_bias_linear),
-        bias_dropout_fusion=on_gpu and model.bias_dropout_fusion,
+        # Megatron's fused GELU is one of a bias; its fused SwiGLU takes none as well; its quick one is for experts.
+        bias_activation_fusion=on_gpu and activation and (model.swiglu or model.add_bias_linear) and not dense_quick,
+        # Transformer Engine's grouped experts refuse it with biases of their own.
+        bias_dropout_fusion=on_gpu
+        and model.bias_dropout_fusion
+        and not (model.moe_grouped_gemm and model.add_bias_linear),
         # Its kernel for causal attention reads no mask.
         masked_softmax_fusion=on_gpu
         and model.masked_softmax_fusion
@@ -271,6 +278,8 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
         leaf = name.rsplit(".", 1)[-1]
         if config.gated_linear_unit and "linear_fc1" in name:
             param.partition_stride = 2  # [gate; up], each cut over tp; megatron-core 0.19's grouped experts say 1
+        if leaf == "softmax_offset":  # one per head; Megatron-core 0.19 does not say that tensor parallelism cuts it
+            vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
         if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
             continue
         if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:

@@ -65,11 +65,6 @@ def _without_te(plan: Plan) -> Iterator[str]:
     if model.transformer_impl == "auto" and (dtype := plan.config.sharding.params_dtype) in ("fp32", "fp64"):
         why = f"params_dtype is {dtype}, or {why}"
     here = f"layers here are Megatron's local ones ({why})"
-    if model.num_experts and model.add_bias_linear:
-        yield (
-            f"num_experts {model.num_experts} with add_bias_linear needs Transformer Engine's experts, but {here}. Set "
-            "add_bias_linear to false (--disable-bias-linear), as mixtures of experts mostly do."
-        )
     for name in ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"):
         if getattr(model, name):
             yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megaaccum.distributed.agreement import gathered
+from megaaccum.errors import listed
 from megaaccum.model import names
 from megaaccum.upstream import fsdp2
 
@@ -178,12 +179,7 @@ class Findings:
         origins = self.origins()
         if not origins:
             return "every micro-batch is finite when it runs again: it did not come from the data or the weights"
-        shown = "; ".join(map(str, origins[:MOST_SHOWN]))
-        return shown + (f"; and {len(origins) - MOST_SHOWN} more" if len(origins) > MOST_SHOWN else "")
-
-
-MOST_SHOWN = 4
-"""Micro-batches, or parameters, that a message names."""
+        return listed(origins, "; ")
 
 
 def _kinds(tensor: torch.Tensor) -> str:
@@ -233,6 +229,4 @@ class ZeroNonFinite:
 def describe(zero: ZeroNonFinite) -> str:
     """A text that lists the replaced elements of all ranks, the same on each; collective over the world."""
     everyone = gathered(zero.names())
-    places = [f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in names.items()]
-    more = f" and {len(places) - MOST_SHOWN} more" if len(places) > MOST_SHOWN else ""
-    return ", ".join(places[:MOST_SHOWN]) + more
+    return listed(f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in names.items())

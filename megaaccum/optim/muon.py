@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, as_product
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim import owners
@@ -88,10 +88,9 @@ def matrices_of(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set
                 hits[number] += 1
                 wanted, asked = not pattern.startswith("!"), pattern
         if wanted and not is_2d:
-            shape = " x ".join(map(str, param.shape))
             raise ConfigError(
-                f"muon_matrices: {asked} asks for {name} ({shape}), but a matrix has two dimensions: narrow the"
-                f" pattern, or add !{name} after it"
+                f"muon_matrices: {asked} asks for {name} ({as_product(param.shape)}), but a matrix has two dimensions:"
+                f" narrow the pattern, or add !{name} after it"
             )
         if wanted and names.is_tied(param):
             raise ConfigError(f"muon_matrices: {asked} asks for {name}, which embedding and head share: add !{name}")

@@ -15,7 +15,8 @@ from tests.support import huggingface as hf
 CELLS = list(
     zip(("gpt2", "llama", "mistral", "qwen3", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3"), hf.LAYOUTS, strict=True)
 )
-TRAINED = ("llama", "deepseek_v3")
+CELLS.append(("gpt_oss", "tp2"))
+TRAINED = ("llama", "deepseek_v3", "gpt_oss")
 STEPS = 20
 
 

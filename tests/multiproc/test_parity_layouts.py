@@ -86,3 +86,22 @@ def test_recompute(case, parity):
 @cells(*(Case(4, PP + SPLIT + zero(stage) + "--offload_optimizer cpu", LLAMA) for stage in STAGES))
 def test_optimizer_on_the_cpu(case, parity):
     parity(case)
+
+
+GPT_OSS = (
+    UNTIED + "--swiglu --quick_geglu true --glu-linear-offset 1.0 --activation-func-clamp-value 0.05 "
+    "--softmax-type learnable --window-size 4,0 --window-attn-skip-freq 2 --position_embedding_type yarn "
+    "--normalization RMSNorm --num_query_groups 2 --num_experts 4 --moe_router_topk 2 --moe_ffn_hidden_size 32 "
+    "--moe_router_dtype fp64 "
+)
+"""Sinks and windows of attention, YaRN, a clamped gate with an offset, biases of experts and routers."""
+
+
+@cells(
+    Case(4, PP + SPLIT + "--schedule zbv --expert_model_parallel_size 2 ", GPT_OSS, "fp64"),
+    Case(4, TP + SP + SPLIT + "--expert_tensor_parallel_size 1 --expert_model_parallel_size 2 ", GPT_OSS, "fp64"),
+    Case(4, TP + SP + PP + SPLIT + "--expert_tensor_parallel_size 1 --sync streaming ", GPT_OSS),
+    Case(4, SPLIT + "--backend fsdp2 --recompute_granularity full ", GPT_OSS),
+)
+def test_the_parts_of_gpt_oss(case, parity):
+    parity(case)

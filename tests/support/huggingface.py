@@ -43,6 +43,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "deepseek_v3": ("DeepseekV3", _COMMON | _LATENT | _ROUTED),
+    "gpt_oss": (
+        "GptOss",
+        _COMMON
+        | dict(
+            num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=150000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                original_max_position_embeddings=16,
+            ),
+        ),
+    ),
     "gpt2": (
         "GPT2",
         dict(
@@ -197,7 +208,9 @@ _WITHOUT_EXPERTS = {
 
 def words_of(family: str, layout: str) -> list[str]:
     """The layout as command-line words."""
-    sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3")
+    sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    if family == "gpt_oss" and layout == "tp2":
+        return [*LAYOUTS[layout].split(), "--expert_tensor_parallel_size", "1"]  # its experts have biases
     return (LAYOUTS[layout] if sparse else _WITHOUT_EXPERTS.get(layout, LAYOUTS[layout])).split()
 
 
@@ -253,7 +266,8 @@ def round_trip(family: str, folder: Path, layout: str, steps: int, save: Path | 
         rows = rows_of(family, name, tensor.shape[0], config_json.sizes_of(plan.config, VOCAB))
         for theirs, made in weights_out.to_theirs(rows or [], tensor):
             seen.add(theirs)
-            there = weights.read(theirs, slice(0, None), slice(0, None))
+            of_expert = slice(rows[0].expert, rows[0].expert + 1) if rows and rows[0].stacked else slice(0, None)
+            there = weights.read(theirs, of_expert)
             if made.dtype != there.dtype or not torch.equal(made, there):
                 wrong.append(theirs)
     wrong += sorted(weights.files.keys() - seen)

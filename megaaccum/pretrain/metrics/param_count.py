@@ -47,11 +47,12 @@ def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
     positions = (model.max_position_embeddings or 0) if model.position_embedding_type == "learned_absolute" else 0
     is_moe = expert_layers(model)
     extra = model.mtp_num_layers or 0
+    sinks = model.num_attention_heads * (config.megatron.get("softmax_type") == "learnable")
     output = rows * model.hidden_size if model.untie_embeddings_and_output_weights else 0
     return ParameterCount(
         embedding=(rows + positions) * model.hidden_size,
-        layers=tuple(_layer(model, moe, model.num_experts) for moe in is_moe),
-        active_layers=tuple(_layer(model, moe, model.moe_router_topk) for moe in is_moe),
+        layers=tuple(_layer(model, moe, model.num_experts) + sinks for moe in is_moe),
+        active_layers=tuple(_layer(model, moe, model.moe_router_topk) + sinks for moe in is_moe),
         # An extra layer is shaped like the last one.
         prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.num_experts)),
         active_prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.moe_router_topk)),
@@ -102,7 +103,7 @@ def _mlp(model: ModelConfig, width: int) -> int:
 def _experts(model: ModelConfig, count: int) -> int:
     """`count` of the routed experts, the router of all of them, and the shared experts."""
     shared = _mlp(model, model.moe_shared_expert_intermediate_size or 0)
-    router = model.hidden_size * (model.num_experts or 0)
+    router = (model.hidden_size + model.add_bias_linear) * (model.num_experts or 0)
     visited = count * _mlp(model, model.moe_ffn_hidden_size or 0)
     return visited + router + (shared if model.moe_shared_expert_intermediate_size else 0)
 

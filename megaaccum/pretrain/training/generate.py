@@ -8,24 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from megaaccum.checkpoint import save_load
-from megaaccum.config import Config, resolve
-from megaaccum.config.load import assemble
-from megaaccum.config.source import read_command_line, read_yaml
-from megaaccum.distributed import groups
-from megaaccum.distributed.start import end_process_group, start_together
-from megaaccum.engine import Engine, initialize
+from megaaccum.config import Config
+from megaaccum.distributed.start import end_process_group
+from megaaccum.engine import Engine
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.model import gpt
 from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document, read_tokenizer
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.training.sampling import Draw, sample
-from megaaccum.pretrain.weights import config_json, weights_in
+from megaaccum.pretrain.weights import config_json, inference, weights_in
 
 if TYPE_CHECKING:
     import tokenizers
@@ -59,10 +53,7 @@ class Generation:
     def config(self) -> Config:
         """The configuration, not resolved yet, for rows that hold the longest prompt and what is generated. Raises
         ConfigError."""
-        text = yaml.safe_dump(self._keys | self._fixed)
-        config, problems = assemble([read_yaml(text, str(self.source)), read_command_line(self.words)])
-        if problems:
-            raise ConfigError(problems)
+        config = inference.config_of(self._keys | {"output_dir": str(self.source)}, str(self.source), self.words)
         layout = config.parallel
         tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         width = max(map(len, self.prompt_ids)) + self.max_new_tokens
@@ -153,8 +144,7 @@ class Generation:
     def _keys(self) -> dict[str, Any]:
         """The keys of the model, and of a run's layout."""
         if not self.is_run:
-            found = config_json.keys_from(self._json) | {"make_vocab_size_divisible_by": 1}
-            return {name: value for name, value in found.items() if value is not None}
+            return config_json.keys_from(self._json) | {"make_vocab_size_divisible_by": 1}
         sections = self._receipt["configuration"]
         written = {
             name: facts["value"]
@@ -167,28 +157,10 @@ class Generation:
         table = {"max_position_embeddings": self._run_config.model.max_position_embeddings}
         return written | self._receipt["megatron"] | dtype | table
 
-    @property
-    def _fixed(self) -> dict[str, Any]:
-        """The keys that make an engine without an optimizer, whose stages are whole on each rank."""
-        fixed: dict[str, Any] = {
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "backend": "ddp",
-            "micro_batch_size": 1,
-            "lr": 1.0,
-        }
-        return fixed | {"train_iters": 1, "data_path": ["none"], "output_dir": str(self.source)}
-
 
 def generate(generation: Generation, draw: Draw, world_size: int) -> Iterator[tuple[str, str]]:
     """(prompt, continuation) of each prompt, the same on every rank. Collective over the world."""
-    plan = resolve(generation.config, world_size=world_size)
-    start_together(plan)
-    built = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
-    chunks = gpt.build_chunks(plan, built, vocab_size=generation.vocab_size)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    engine = initialize(plan, chunks, groups=built)
+    engine = inference.engine_of(generation.config, world_size=world_size, vocab_size=generation.vocab_size)
     generation.load(engine)
     for text, ids in zip(generation.prompts, generation.prompt_ids, strict=True):
         drawn = sample(

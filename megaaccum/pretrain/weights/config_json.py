@@ -23,11 +23,6 @@ Keys = dict[str, Any]
 
 _OTHER_NAMES = {"num_experts": "num_local_experts"}
 """Names of keys in config.json that versions of transformers write in their place."""
-_DEFAULTS = {
-    "attention_dropout": 0.0, "initializer_range": 0.02, "router_aux_loss_coef": 0.0, "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1, "n_group": None, "topk_group": None, "q_lora_rank": None,
-}  # fmt: skip
-"""Values of keys that config.json may leave out."""
 _OF_TRAINING = frozenset(
     "seq_length make_vocab_size_divisible_by recompute_granularity gradient_checkpointing recompute_method"
     " recompute_num_layers recompute_modules moe_token_dispatcher_type moe_grouped_gemm transformer_impl"
@@ -81,8 +76,6 @@ def read_object(path: Path) -> Keys:
 def family_of(content: Keys) -> str:
     """The family of a config.json. Raises ConfigError, naming the families, for another."""
     kind = content["model_type"]
-    if kind in families()["refused"]:
-        raise ConfigError(f"model_type {kind}: {families()['refused'][kind]}")
     if kind not in families()["families"]:
         raise ConfigError(f"model_type {kind} is none of the families {', '.join(families()['families'])}")
     return str(kind)
@@ -93,12 +86,18 @@ def keys_from(content: Keys) -> Keys:
     ConfigError with everything in it that has no counterpart."""
     facts = families()["families"][family_of(content)]
     left, problems, found = dict(content), [], dict(facts["ours"])
+    defaults = families()["common"]["defaults"] | facts.get("defaults", {})
     for ours, theirs in facts["keys"].items():
         name = theirs if theirs in left else _OTHER_NAMES.get(theirs, theirs)
-        if name not in left and name not in _DEFAULTS:
+        if name not in left and name not in defaults:
             problems.append(f"config.json has no {theirs}, of which {ours} is made.")
         else:
-            found[ours] = left.pop(name, _DEFAULTS.get(name))
+            value = left.pop(name, None)
+            found[ours] = defaults.get(name) if value is None else value
+    found |= {ours: not left.pop(theirs, defaults[theirs]) for ours, theirs in facts.get("opposites", {}).items()}
+    for name, ours in facts.get("repeats", {}).items():
+        if (here := left.pop(name, defaults.get(name, found.get(ours)))) != found.get(ours):
+            problems.append(f"config.json: {name} is {here!r}, but {ours}, which has it too, is {found.get(ours)!r}.")
     for name, value in facts["theirs"].items():
         if (here := left.pop(name, value)) != value:
             problems.append(f"config.json: {name} is {here!r}, but only {value!r} is computed here.")
@@ -151,6 +150,8 @@ def json_from(config: Config, family: str, vocab_size: int) -> Keys:
     facts, model = families()["families"][family], model_keys(config, vocab_size)
     content: Keys = {"architectures": [facts["architecture"]], "model_type": family}
     content |= {theirs: model.get(ours) for ours, theirs in facts["keys"].items()}
+    content |= {theirs: not model.get(ours) for ours, theirs in facts.get("opposites", {}).items()}
+    content |= {theirs: model.get(ours) for theirs, ours in facts.get("repeats", {}).items()}
     content |= facts["theirs"]
     for part in facts["parts"]:
         content |= _PARTS[part][1](model)
@@ -177,11 +178,13 @@ def differences(config: Config, content: Keys, vocab_size: int) -> list[str]:
 def _completed(model: Keys) -> Keys:
     """The keys of a model, with those filled in that follow from others."""
     heads = model["num_attention_heads"]
-    filled = {
+    filled: Keys = {
         "num_query_groups": model["num_query_groups"] or heads,
         "kv_channels": model["kv_channels"] or model["hidden_size"] // heads,
         "add_qkv_bias": model["add_qkv_bias"] or model["add_bias_linear"],
     }
+    if model.get("window_size"):
+        filled["window_attn_skip_freq"] = _window_pattern(model)
     if model["num_experts"]:
         filled["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
     return model | filled
@@ -230,20 +233,11 @@ def sizes_of(config: Config, vocab_size: int) -> Sizes:
         groups=model.num_query_groups or heads,
         channels=model.kv_channels or model.hidden_size // heads,
         vocabulary=vocab_size,
+        experts=model.num_experts or 0,
     )
 
 
 # --- parts: (from theirs, to theirs) ---------------------------------------------------------------------------------
-
-
-def _tied(left: Keys, found: Keys) -> Keys:
-    # transformers' own default, True, is written as nothing; models of the other families always say it.
-    tied = left.pop("tie_word_embeddings", found["position_embedding_type"] == "learned_absolute")
-    return {"untie_embeddings_and_output_weights": not tied}
-
-
-def _to_tied(model: Keys) -> Keys:
-    return {"tie_word_embeddings": not model["untie_embeddings_and_output_weights"]}
 
 
 def _heads(left: Keys, found: Keys) -> Keys:
@@ -255,17 +249,6 @@ def _heads(left: Keys, found: Keys) -> Keys:
 def _to_heads(model: Keys) -> Keys:
     channels = model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"]
     return {"num_key_value_heads": model["num_query_groups"] or model["num_attention_heads"], "head_dim": channels}
-
-
-def _latent_heads(left: Keys, found: Keys) -> Keys:
-    heads = found.get("num_attention_heads")
-    if left.pop("num_key_value_heads", heads) != heads:
-        raise ConfigError("num_key_value_heads differs from num_attention_heads, which latent attention does not have.")
-    return {}
-
-
-def _to_latent_heads(model: Keys) -> Keys:
-    return {"num_key_value_heads": model["num_attention_heads"]}
 
 
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
@@ -317,9 +300,14 @@ def _both_forms(rope: Keys) -> Keys:
     return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaled}
 
 
-_YARN = {
+_LATENT_YARN = {
     "factor": "rotary_scaling_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim", "original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
+_YARN = {
+    "factor": "yarn_rotary_scaling_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "truncate": "yarn_correction_range_round_to_int",
 }  # fmt: skip
 
 
@@ -327,27 +315,30 @@ def _latent_rope(left: Keys, found: Keys) -> Keys:
     keys, kind, rope = _rotation(left)
     if kind == "default":
         return keys
-    if kind != "yarn" or rope.keys() != _YARN.keys():
+    if kind != "yarn" or rope.keys() != _LATENT_YARN.keys():
         raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; default and yarn have.")
-    return keys | {"rope_type": "yarn"} | {_YARN[name]: value for name, value in rope.items()}
+    return keys | {"rope_type": "yarn"} | {_LATENT_YARN[name]: value for name, value in rope.items()}
 
 
 def _to_latent_rope(model: Keys) -> Keys:
-    rope: Keys = {"rope_type": "default", "rope_theta": float(model["rotary_base"])}
-    if model.get("rope_type") == "yarn":
-        rope |= {"rope_type": "yarn"} | {theirs: model.get(ours) for theirs, ours in _YARN.items()}
-    return _both_forms(rope)
+    return _rope_with(model, _LATENT_YARN if model.get("rope_type") == "yarn" else {})
 
 
-def _linear_biases(left: Keys, found: Keys) -> Keys:
-    attention, mlp = bool(left.pop("attention_bias", False)), bool(left.pop("mlp_bias", False))
-    if attention != mlp:
-        raise ConfigError(f"attention_bias {attention} and mlp_bias {mlp}: linear layers have biases, or none has.")
-    return {"add_bias_linear": attention}
+def _yarn(left: Keys, found: Keys) -> Keys:
+    keys, kind, rope = _rotation(left)
+    rope = {"truncate": True} | rope
+    if kind != "yarn" or rope.keys() != _YARN.keys():
+        raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; yarn has.")
+    return keys | {_YARN[name]: value for name, value in rope.items()}
 
 
-def _to_linear_biases(model: Keys) -> Keys:
-    return {"attention_bias": model["add_bias_linear"], "mlp_bias": model["add_bias_linear"]}
+def _to_yarn(model: Keys) -> Keys:
+    return _rope_with(model, _YARN)
+
+
+def _rope_with(model: Keys, yarn: Keys) -> Keys:
+    rope = {"rope_type": "yarn" if yarn else "default", "rope_theta": float(model["rotary_base"])}
+    return _both_forms(rope | {theirs: model.get(ours) for theirs, ours in yarn.items()})
 
 
 def _window(left: Keys, found: Keys) -> Keys:
@@ -360,6 +351,29 @@ def _window(left: Keys, found: Keys) -> Keys:
 def _to_window(model: Keys) -> Keys:
     window = model.get("window_size")
     return {"sliding_window": None if window is None else window[0] + 1}
+
+
+def _windows(left: Keys, found: Keys) -> Keys:
+    count = found.get("num_layers", 0)
+    kinds = left.pop("layer_types", None) or ["sliding_attention", "full_attention"] * count
+    windows = [int(kind == "sliding_attention") for kind in kinds[:count]]
+    if others := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise ConfigError(f"layer_types has other kinds than sliding_attention and full_attention: {others}.")
+    made = _window(left, found) if any(windows) else {}
+    return made | ({"window_attn_skip_freq": windows} if made else {})
+
+
+def _to_windows(model: Keys) -> Keys:
+    kinds = [f"{'sliding' if each else 'full'}_attention" for each in _window_pattern(model)]
+    return _to_window(model) | {"layer_types": kinds}
+
+
+def _window_pattern(model: Keys) -> list[int]:
+    """1 for each layer with a window, 0 for the others."""
+    count, every = model["num_layers"], model.get("window_attn_skip_freq")
+    if isinstance(every, int):
+        return [int((layer + 1) % every != 0) for layer in range(count)]
+    return list(every) if every else [int(bool(model.get("window_size")))] * count
 
 
 def _frequency(model: Keys) -> list[int]:
@@ -390,14 +404,6 @@ def _dense_first(left: Keys, found: Keys) -> Keys:
 
 def _to_dense_first(model: Keys) -> Keys:
     return {"first_k_dense_replace": _frequency(model).count(0)}
-
-
-def _top_k_first(left: Keys, found: Keys) -> Keys:
-    return {"moe_router_pre_softmax": not left.pop("norm_topk_prob", False)}
-
-
-def _to_top_k_first(model: Keys) -> Keys:
-    return {"norm_topk_prob": not model["moe_router_pre_softmax"]}
 
 
 def _shared_experts(left: Keys, found: Keys) -> Keys:
@@ -431,16 +437,6 @@ def _to_gpt2_width(model: Keys) -> Keys:
     return {"n_inner": model["ffn_hidden_size"]}
 
 
-def _gpt2_dropout(left: Keys, found: Keys) -> Keys:
-    if (dropout := left.pop("embd_pdrop", 0.1)) != found.get("hidden_dropout"):
-        raise ConfigError(f"embd_pdrop {dropout} differs from resid_pdrop: hidden_dropout is one number for both.")
-    return {}
-
-
-def _to_gpt2_dropout(model: Keys) -> Keys:
-    return {"embd_pdrop": model["hidden_dropout"]}
-
-
 def _gelu(left: Keys, found: Keys) -> Keys:
     kind = left.pop("activation_function", "gelu_new")
     if kind not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
@@ -458,19 +454,16 @@ def _to_gelu(model: Keys) -> Keys:
 
 
 _PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]] = {
-    "tied": (_tied, _to_tied),
     "heads": (_heads, _to_heads),
-    "latent_heads": (_latent_heads, _to_latent_heads),
     "rope": (_rope, _to_rope),
     "latent_rope": (_latent_rope, _to_latent_rope),
-    "linear_biases": (_linear_biases, _to_linear_biases),
     "window": (_window, _to_window),
+    "windows": (_windows, _to_windows),
+    "yarn": (_yarn, _to_yarn),
     "sparse_step": (_sparse_step, _to_sparse_step),
     "dense_first": (_dense_first, _to_dense_first),
-    "top_k_first": (_top_k_first, _to_top_k_first),
     "shared_experts": (_shared_experts, _to_shared_experts),
     "prediction": (_prediction, _to_prediction),
     "gpt2_width": (_gpt2_width, _to_gpt2_width),
-    "gpt2_dropout": (_gpt2_dropout, _to_gpt2_dropout),
     "gelu": (_gelu, _to_gelu),
 }

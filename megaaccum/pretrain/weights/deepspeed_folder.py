@@ -21,8 +21,7 @@ import torch
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.pretrain.weights import config_json
-from megaaccum.pretrain.weights.rows import Rows, rows_of
-from megaaccum.pretrain.weights.weights_out import theirs_of
+from megaaccum.pretrain.weights.rows import Rows, rows_of, theirs_of
 
 _UNIVERSAL = "fp32.pt"
 _PREFIX = "module."
@@ -72,8 +71,8 @@ class DeepSpeedFolder:
     def _part(self, rows: Rows, name: str, kind: str, sizes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         if rows.name not in self._tensors:
             raise CheckpointError(f"{self.folder} has neither {name} nor {rows.name}, of which it is made")
-        tensor = self._read(rows.name, kind, sizes[rows.name])
-        return (tensor.t() if rows.transposed else tensor)[rows.start : rows.stop]
+        part: torch.Tensor = rows.of(self._read(rows.name, kind, sizes[rows.name]))
+        return part
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
         sizes = config_json.sizes_of(self._config, self._vocab_size)

@@ -12,7 +12,7 @@ from megaaccum.checkpoint.folders import Progress
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
 from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, listed
 from megaaccum.pretrain.weights import deepspeed_folder
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megaaccum.engine import Engine
 
 _ROWS_ARE_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
-_SHOWN = 4
-"""Names that a message lists."""
 
 
 class Source(Protocol):
@@ -95,8 +93,7 @@ def _open(folder: Path, config: Config, vocab_size: int) -> Source:
 
 def _check_rest(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if rest := source.rest(shapes):
-        more = f", and {len(rest) - _SHOWN} more" if rest[_SHOWN:] else ""
-        raise CheckpointError(f"{source.folder} has {', '.join(rest[:_SHOWN])}{more}, which the model does not have")
+        raise CheckpointError(f"{source.folder} has {listed(rest)}, which the model does not have")
 
 
 def _tensors(

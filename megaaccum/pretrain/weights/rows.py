@@ -18,16 +18,44 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `start` to `stop` of tensor `name` of theirs, of its transpose if `transposed`; no name: rows of padding."""
+    """Every `step`-th of rows `start` to `stop` of tensor `name` of theirs, of its transpose if `transposed`; no name:
+    rows of padding. stacked: experts that lie in the tensor along its first axis, of which this one is `expert`."""
 
     name: str
     start: int
     stop: int
+    step: int = 1
     transposed: bool = False
+    stacked: int = 0
+    expert: int = 0
 
     @property
     def count(self) -> int:
-        return self.stop - self.start
+        return len(range(self.start, self.stop, self.step))
+
+    def part(self, low: int, high: int) -> slice:
+        """Rows `low` to `high` of these, as they lie in the tensor."""
+        part = range(self.start, self.stop, self.step)[low:high]
+        return slice(part.start, part.stop, part.step)
+
+    def of(self, tensor: Any) -> Any:
+        """These rows of the whole tensor."""
+        tensor = tensor[self.expert] if self.stacked else tensor
+        return (tensor.t() if self.transposed else tensor)[self.part(0, self.count)]
+
+
+def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of theirs that a parameter of ours of this shape makes, or is a part of."""
+    heights: dict[str, int] = {}
+    for each in rows:
+        heights[each.name] = max(each.stop, heights.get(each.name, 0))
+    found = {}
+    for each in rows:
+        size = (heights[each.name], *shape[1:])
+        stack = (each.stacked,) if each.stacked else ()
+        found[each.name] = (*stack, *(size[::-1] if each.transposed else size))
+    found.pop("", None)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +67,7 @@ class Sizes:
     groups: int
     channels: int
     vocabulary: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +131,15 @@ def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] |
             theirs = [_PLACE.sub(partial(_filled, numbers), each) for each in row.theirs]
             operation = row.operation.removesuffix("_t")
             transposed = operation != row.operation and numbers.get("leaf") != "bias"
+            stacked = sizes.experts if "expert" in numbers and "<expert>" not in row.theirs[0] else 0
+            expert = int(numbers["expert"]) if stacked else 0
             found = OPERATIONS[operation](theirs, num_rows, sizes)
-            return [Rows(each, start, stop, transposed and bool(each)) for each, start, stop in found]
+            return [Rows(*span, transposed=transposed, stacked=stacked, expert=expert) for span in found]
     return None
 
 
-Spans = Iterator[tuple[str, int, int]]
+Spans = Iterator[tuple[str, int, int] | tuple[str, int, int, int]]
+"""Name of theirs, first row, row after the last, and the step between rows if it is not 1."""
 
 
 def _same(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
@@ -125,6 +157,12 @@ def _gate_up(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
         yield name, 0, num_rows // 2
 
 
+def _interleaved(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+    """Even rows, then odd ones: gate and up."""
+    for start in range(2):
+        yield theirs[0], start, num_rows, 2
+
+
 def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
     """Rows group by group, of three tensors or of one that has them one below the other."""
     queries = sizes.heads // sizes.groups * sizes.channels
@@ -139,5 +177,5 @@ def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
 
 
 OPERATIONS: dict[str, Callable[[list[str], int, Sizes], Spans]] = {
-    "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "qkv": _qkv,
+    "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "interleaved": _interleaved, "qkv": _qkv,
 }  # fmt: skip

@@ -70,15 +70,14 @@ class Weights:
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._slices[name].get_dtype()]
 
-    def read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """A rectangle of a matrix; of a vector, these rows. Only its bytes are read."""
-        one = len(self.shape(name)) == 1
-        part: torch.Tensor = self._slices[name][rows] if one else self._slices[name][rows, columns]
+    def read(self, name: str, *index: slice) -> torch.Tensor:
+        """A part of a tensor, by a slice of each axis; those beyond its axes are left out. Only its bytes are read."""
+        part: torch.Tensor = self._slices[name][index[: len(self.shape(name))]]
         return part
 
     def digest(self, name: str) -> str:
         """SHA-256 of a tensor's bytes."""
-        return _sha256(self.whole(name))
+        return hashlib.sha256(_bytes_of(self.whole(name))).hexdigest()
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor."""
@@ -151,7 +150,8 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int) -> None:
     """Write `tensors`, which come in any order, into safetensors files of at most `max_shard_bytes`, an index if there
-    are several, and their digests. One tensor is in memory at a time."""
+    are several, and their digests. A tensor may come in several pieces, its first rows first. One piece is in memory at
+    a time."""
     shards = _shards(layout, max_shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -159,22 +159,23 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
     places: dict[str, tuple[str, int]] = {}
     for file, names in zip(files, shards, strict=True):
         places |= _write_header(aside / file, {name: layout[name] for name in names})
-    digests = {}
+    digests, left = {name: hashlib.sha256() for name in layout}, {name: nbytes(layout[name]) for name in layout}
     for name, tensor in tensors:
         file, start = places[name]
-        assert (tuple(tensor.shape), tensor.dtype) == layout[name], name
+        assert (tuple(tensor.shape[1:]), tensor.dtype) == (layout[name][0][1:], layout[name][1]), name
         content = _bytes_of(tensor)
-        digests[name] = _sha256(tensor)
+        digests[name].update(content)
         with (aside / file).open("r+b") as target:
-            target.seek(start)
+            target.seek(start + nbytes(layout[name]) - left[name])
             target.write(content)
+        left[name] -= tensor.nbytes
         del tensor, content  # before the next one is made
-    assert digests.keys() == layout.keys(), sorted(layout.keys() - digests.keys())
+    assert not any(left.values()), left
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(nbytes, layout.values()))}}
         weight_map = {name: places[name][0] for name in sorted(layout)}
         (aside / INDEX).write_text(json.dumps(index | {"weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
-    lines = [f"{digests[name]}  {places[name][0]}  {name}\n" for name in layout]
+    lines = [f"{digests[name].hexdigest()}  {places[name][0]}  {name}\n" for name in layout]
     (aside / DIGESTS).write_text("".join(lines), encoding="utf-8")
     for file in files:
         with (aside / file).open("rb") as written:
@@ -183,10 +184,6 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
 def nbytes(facts: tuple[tuple[int, ...], torch.dtype]) -> int:

@@ -26,7 +26,7 @@ COMMON = "common_state/shard_0_1"
 """The key of what is no tensor."""
 _LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<inner>mtp_model_layer\.)?(?P<rest>.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-_FUSED = (
+FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
@@ -55,7 +55,7 @@ def places_of(name: str, *, together: bool) -> Iterator[Place]:
     inside: tuple[int, ...] = ()
     if expert := _EXPERT.fullmatch(rest):
         rest, inside = f"mlp.experts.experts.{expert['rest']}", (int(expert["expert"]),)
-    for each in [rest, *(fused + rest.removeprefix(ours) for ours, fused in _FUSED if rest.startswith(ours))]:
+    for each in [rest, *(fused + rest.removeprefix(ours) for ours, fused in FUSED if rest.startswith(ours))]:
         if together and block == "decoder":
             yield Place(f"{block}.layers.{each}", (layer, *inside))
         else:

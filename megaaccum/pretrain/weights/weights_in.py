@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ import torch
 
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
-from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.errors import CheckpointError, ConfigError, as_product, listed
 from megaaccum.pretrain.weights import config_json
-from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of
+from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of, theirs_of
 from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ _SHARED = {"lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weigh
 _COPY = re.compile(r"lm_head\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
 """Tensors that others share, and names under which some programs write one of them twice."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_SHOWN = 4
-"""Names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +43,17 @@ class Mapped:
     def check(self, dtype: torch.dtype | None) -> None:
         """Check that the files have all of it, in its shape and at least the precision `dtype`. Raises CheckpointError,
         naming tensor and file."""
-        heights: dict[str, int] = {}
-        for each in self.rows:
-            heights[each.name] = max(heights.get(each.name, 0), each.stop)
-        for rows in self.rows:
-            if not rows.name:
-                continue
-            if rows.name not in self.weights.files:
+        for theirs, expected in theirs_of(self.rows, self.shape).items():
+            if theirs not in self.weights.files:
                 remedy = ": leave mtp_num_layers out" if self.name.startswith("mtp.") else ""
-                raise CheckpointError(f"{self.weights.folder} has no {rows.name}, of which {self.name} is made{remedy}")
-            expected = (heights[rows.name], *self.shape[1:])
-            expected = expected[::-1] if rows.transposed else expected
-            here, file = self.weights.shape(rows.name), self.weights.files[rows.name]
+                raise CheckpointError(f"{self.weights.folder} has no {theirs}, of which {self.name} is made{remedy}")
+            here, file = self.weights.shape(theirs), self.weights.files[theirs]
             if here != expected:
-                raise CheckpointError(f"{rows.name} in {file} is {_by(here)}, but config.json makes it {_by(expected)}")
-            kind = self.weights.dtype(rows.name)
+                sizes = f"{as_product(here)}, but config.json makes it {as_product(expected)}"
+                raise CheckpointError(f"{theirs} in {file} is {sizes}")
+            kind = self.weights.dtype(theirs)
             if dtype is not None and torch.finfo(kind).eps > torch.finfo(dtype).eps:
-                raise CheckpointError(f"{rows.name} in {file} is {_short(kind)}, but config.json says {_short(dtype)}")
+                raise CheckpointError(f"{theirs} in {file} is {_short(kind)}, but config.json says {_short(dtype)}")
 
     def read(self, piece: Piece, target: torch.Tensor) -> None:
         """Copy the elements of `piece` into `target`, which is flat. Whole rows that hold them are
@@ -91,15 +83,18 @@ class Mapped:
         for rows in self.rows:
             low, high = max(start, at), min(stop, at + rows.count)
             if low < high:
-                yield self._part(rows, slice(rows.start + low - at, rows.start + high - at), columns)
+                yield self._part(rows, rows.part(low - at, high - at), columns)
             at += rows.count
 
     def _part(self, rows: Rows, part: slice, columns: slice) -> torch.Tensor:
         if not rows.name:
             return torch.zeros(part.stop - part.start, columns.stop - columns.start)
-        if rows.transposed:
-            return self.weights.read(rows.name, columns, part).t()
-        return self.weights.read(rows.name, part, columns)
+        around = slice(part.start, part.stop)  # files are read without a step
+        index = [columns, around] if rows.transposed else [around, columns]
+        stack = [slice(rows.expert, rows.expert + 1)] if rows.stacked else []
+        found = self.weights.read(rows.name, *stack, *index)
+        found = found[0] if stack else found
+        return (found.t() if rows.transposed else found)[:: part.step]
 
 
 def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
@@ -145,7 +140,7 @@ def _as_written(rows: Rows, weights: Weights) -> Rows:
     _, _, bare = rows.name.partition(".")
     if rows.name in weights.files or bare not in weights.files:
         return rows
-    return Rows(bare, rows.start, rows.stop, rows.transposed)
+    return replace(rows, name=bare)
 
 
 def _left_out(config: Config, folder: Path) -> range:
@@ -164,10 +159,8 @@ def _check_rest(folder: Path, read: set[str], left_out: range) -> None:
         rest = [name for name in rest if not (_COPY.fullmatch(name) and weights.digest(name) in shared)]
     rest.sort()
     if rest:
-        more = f", and {len(rest) - _SHOWN} more" if rest[_SHOWN:] else ""
         raise CheckpointError(
-            f"{weights.files[rest[0]]} has {', '.join(rest[:_SHOWN])}{more}, which the model of config.json does not"
-            " have"
+            f"{weights.files[rest[0]]} has {listed(rest)}, which the model of config.json does not have"
         )
 
 
@@ -175,10 +168,6 @@ def _dtype_of(content: config_json.Keys) -> torch.dtype | None:
     """The precision that config.json gives its weights."""
     text = str(content.get("dtype") or content.get("torch_dtype") or "")
     return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{text}"), None)
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _short(dtype: torch.dtype) -> str:

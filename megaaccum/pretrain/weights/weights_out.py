@@ -22,6 +22,7 @@ from megaaccum.errors import CheckpointError
 from megaaccum.model import names
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.weights import config_json, safetensors_folder
+from megaaccum.pretrain.weights.bridge import Bridge
 from megaaccum.pretrain.weights.rows import Rows, rows_of
 
 _TOKENIZER = (
@@ -104,8 +105,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 class Export:
     """An export of `checkpoint`, written by a run of `config` (resolved) with `vocab_size` tokens before padding.
     family: of families.yaml; dtype: of the weights; content: config.json, default made of the configuration; source:
-    the model from which the run began, whose generation config and tokenizer are taken; tokenizer: a tokenizers file,
-    without a source."""
+    a model whose generation config and tokenizer are taken; tokenizer: a tokenizers file, without a source; bridge: the
+    mapping of weights in place of the family's."""
 
     checkpoint: Path
     config: Config
@@ -115,6 +116,7 @@ class Export:
     content: config_json.Keys | None = None
     source: Path | None = None
     tokenizer: Path | None = None
+    bridge: Bridge | None = None
     max_shard_bytes: int = 5 * 10**9
 
     @classmethod
@@ -125,19 +127,25 @@ class Export:
         checkpoint: Path | None = None,
         family: str | None = None,
         dtype: str | None = None,
+        like: Path | None = None,
+        via_bridge: bool = False,
         max_shard_bytes: int = 5 * 10**9,
     ) -> Self:
         """The export of a run by its output_dir. checkpoint: default the current one; family: default the first that
-        has this model; dtype: default the run's. Raises MegaaccumError if the run lacks receipt or checkpoint, and
+        has this model; dtype: default the run's; like: a model's folder, default the run's init_from; via_bridge: by
+        Megatron-Bridge's mapping for that model. Raises MegaaccumError if the run lacks receipt or checkpoint, and
         ConfigError if no family has its model."""
         (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
-        source = Path(config.run.init_from) if config.run.init_from else None
-        if source is not None and not (source / "config.json").is_file():
+        source = like or (Path(config.run.init_from) if config.run.init_from else None)
+        if source is not None and source != like and not (source / "config.json").is_file():
             source = None
         content = None if source is None else config_json.read_json(source)
-        if content is not None and config_json.differences(config, content, vocab_size):
+        bridge = Bridge.of(source, config_json.sizes_of(config, vocab_size), config) if via_bridge else None
+        if bridge is not None:
+            family = ""
+        elif content is not None and config_json.differences(config, content, vocab_size):
             content = None  # the run has set keys of the model otherwise
-        if content is not None and family not in (None, config_json.family_of(content)):
+        elif content is not None and family not in (None, config_json.family_of(content)):
             content = None
         elif content is not None:
             family = config_json.family_of(content)
@@ -146,64 +154,57 @@ class Export:
             checkpoint=checkpoint,
             config=config,
             vocab_size=vocab_size,
-            family=family or config_json.family_for(config, vocab_size),
+            family=config_json.family_for(config, vocab_size) if family is None else family,
             dtype=names.DTYPES[dtype or config.sharding.params_dtype or "fp32"],
             content=content,
             source=source,
             tokenizer=tokenizer if tokenizer and tokenizer.is_file() and tokenizer.suffix == ".json" else None,
+            bridge=bridge,
             max_shard_bytes=max_shard_bytes,
         )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of theirs, one parameter of ours after the other."""
-        rows, layout = self._mapping()
-        return self._tensors(rows, layout)
+        """(name, tensor) of theirs, one parameter of ours after the other; of a tensor of all experts, a piece for each
+        of them."""
+        for name in self._whole.shapes():
+            yield from self._theirs(name, self._whole.read(name))  # gone before the next parameter is read
+
+    def layout(self) -> safetensors_folder.Layout:
+        """Shape and dtype of each tensor of theirs."""
+        found: safetensors_folder.Layout = {}
+        for name, shape in self._whole.shapes().items():
+            for theirs, piece in self._theirs(name, torch.empty(shape, device="meta")):
+                above = found[theirs][0][0] if theirs in found else 0
+                found[theirs] = ((above + len(piece), *piece.shape[1:]), piece.dtype)
+        return found
 
     def write(self, folder: Path) -> None:
         """Write the model into `folder`, which appears when all of it is there. Raises CheckpointError."""
-        rows, layout = self._mapping()
+        layout = self.layout()
         with safetensors_folder.written_aside(folder) as aside:
-            tensors = self._tensors(rows, layout)
-            safetensors_folder.write(aside, layout, tensors, max_shard_bytes=self.max_shard_bytes)
+            safetensors_folder.write(aside, layout, self, max_shard_bytes=self.max_shard_bytes)
             self._write_json(aside)  # last: without a config.json no program takes what a killed export leaves
 
     @cached_property
     def _whole(self) -> WholeCheckpoint:
         return WholeCheckpoint(self.checkpoint)
 
-    def _mapping(self) -> tuple[dict[str, list[Rows]], safetensors_folder.Layout]:
-        shapes = self._whole.shapes()
-        rows = {name: self._rows(name, shape) for name, shape in shapes.items()}
-        layout: safetensors_folder.Layout = {}
-        for name, shape in shapes.items():
-            dtype = torch.float32 if self._whole.is_buffer(name) else self.dtype
-            for theirs, size in theirs_of(rows[name], shape).items():
-                layout |= dict.fromkeys([theirs, *self._copies(theirs)], (size, dtype))
-        return rows, layout
+    def _theirs(self, ours: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes, dtype = config_json.sizes_of(self.config, self.vocab_size), self.dtype
+        if self.bridge is not None:
+            pieces = self.bridge.to_theirs(ours, tensor)
+        elif rows := rows_of(self.family, ours, tensor.shape[0], sizes):
+            pieces = to_theirs(rows, tensor)
+        else:
+            raise CheckpointError(f"{self.checkpoint} has {ours}, which models of the family {self.family} do not have")
+        for theirs, piece in pieces:
+            piece = piece.to(torch.float32 if self._whole.is_buffer(ours) else dtype)
+            yield from ((name, piece) for name in (theirs, *self._copies(theirs)))
 
     def _copies(self, theirs: str) -> list[str]:
         model = self.config.model
         numbers = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
         return [f"model.layers.{number}.{_SHARED[theirs]}" for number in numbers if theirs in _SHARED]
-
-    def _rows(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
-        rows = rows_of(self.family, name, shape[0], config_json.sizes_of(self.config, self.vocab_size))
-        if rows is None:
-            raise CheckpointError(f"{self.checkpoint} has {name}, which models of the family {self.family} do not have")
-        return rows
-
-    def _tensors(
-        self, rows: dict[str, list[Rows]], layout: safetensors_folder.Layout
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, each in rows.items():
-            yield from self._theirs(name, each, layout)  # its variables are gone before the next parameter is read
-
-    def _theirs(
-        self, ours: str, rows: list[Rows], layout: safetensors_folder.Layout
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for theirs, tensor in to_theirs(rows, self._whole.read(ours)):
-            tensor = tensor.to(layout[theirs][1])
-            yield from ((name, tensor) for name in (theirs, *self._copies(theirs)))
 
     def _write_json(self, aside: Path) -> None:
         made = (
@@ -227,24 +228,17 @@ class Export:
             shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
 
 
-def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of theirs that a parameter of ours of this shape makes."""
-    heights: dict[str, tuple[int, ...]] = {}
-    for each in rows:
-        if each.name:
-            size = (max(each.stop, *heights.get(each.name, (0,))[:1]), *shape[1:])
-            heights[each.name] = size
-    transposed = {each.name for each in rows if each.transposed}
-    return {name: size[::-1] if name in transposed else size for name, size in heights.items()}
-
-
 def to_theirs(rows: list[Rows], tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of theirs, of a whole parameter of ours."""
+    """(name, tensor) of theirs, of a whole parameter of ours; of a tensor of all experts, the part of this one."""
     parts: dict[str, list[tuple[Rows, torch.Tensor]]] = {}
     for each, part in zip(rows, tensor.split([each.count for each in rows]), strict=True):
         if each.name:
             parts.setdefault(each.name, []).append((each, part))
     for name, found in parts.items():
-        found.sort(key=lambda pair: pair[0].start)
-        whole = found[0][1] if len(found) == 1 else torch.cat([part for _, part in found])
-        yield name, whole.t().contiguous() if found[0][0].transposed else whole
+        first, whole = found[0]
+        if len(found) > 1:
+            whole = tensor.new_empty(sum(each.count for each, _ in found), *tensor.shape[1:])
+            for each, part in found:
+                whole[each.part(0, each.count)] = part
+        whole = whole.t().contiguous() if first.transposed else whole
+        yield name, whole[None] if first.stacked else whole

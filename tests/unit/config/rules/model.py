@@ -172,5 +172,11 @@ BROKEN: list[Case] = [
         ),
         ["each of 2 ranks", "moe_token_dispatcher_type to alltoall"],
     ),
+    (
+        "biases_of_experts",
+        2,
+        dict(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=True, add_bias_linear=True),
+        ["does not allow expert_tensor_parallel_size 2: set it to 1", "add_bias_linear to false"],
+    ),
     ("shared_experts", 1, dict(num_experts=8, moe_shared_expert_intermediate_size=64), ["add_bias_linear to false"]),
 ]  # fmt: skip

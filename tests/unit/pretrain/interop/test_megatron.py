@@ -272,6 +272,18 @@ def test_fields_of_the_model_need_no_key(text, fields):
     assert whole(text).config.megatron == fields
 
 
+def test_the_parts_of_gpt_oss_are_read():
+    config = whole(
+        "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable"
+        " --window-size 127,0 --window-attn-skip-freq 2"
+    ).config
+    assert config.model.swiglu and config.model.quick_geglu
+    assert config.megatron == {
+        "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0, "softmax_type": "learnable",
+        "window_size": (127, 0), "window_attn_skip_freq": 2,
+    }  # fmt: skip
+
+
 def test_a_layer_pattern_alone_makes_a_hybrid_model():
     """The width of its output layers' initial weights, as that of Megatron's own conversion of the same list."""
     from megatron.core.transformer import TransformerConfig

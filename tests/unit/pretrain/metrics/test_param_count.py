@@ -56,6 +56,7 @@ SHAPES = {
         add_bias_linear=False,
     ),
     "prediction": dict(mtp_num_layers=1, position_embedding_type="rope"),
+    "experts_with_biases": dict(num_experts=4, swiglu=True, quick_geglu=True, position_embedding_type="rope"),
 }
 
 

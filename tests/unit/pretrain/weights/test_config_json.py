@@ -60,7 +60,7 @@ def test_what_is_written_is_read_by_transformers(family, tmp_path):
     ("family", "changed", "text"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
-        ("llama", {"attention_bias": True}, "attention_bias True and mlp_bias False"),
+        ("llama", {"attention_bias": True}, "mlp_bias is False, but add_bias_linear"),
         ("llama", {"num_hidden_layers": None, "logit_scale": 2.0}, "logit_scale 2.0 has no key here"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
@@ -69,7 +69,11 @@ def test_what_is_written_is_read_by_transformers(family, tmp_path):
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other kinds"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
-        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 differs"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, but only 1.702"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"]}, "['chunked_attention']"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default with"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop is 0.3, but hidden_dropout"),
         ("gpt2", {"activation_function": "relu"}, "activation_function relu"),
     ],
 )
@@ -79,7 +83,7 @@ def test_what_has_no_key_is_refused_by_name(family, changed, text):
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
 
 
-@pytest.mark.parametrize(("kind", "text"), [("gpt_oss", "quick_geglu"), ("bert", "none of the families")])
+@pytest.mark.parametrize(("kind", "text"), [("bert", "none of the families")])
 def test_other_models_are_refused_by_name(kind, text):
     with pytest.raises(ConfigError, match=text):
         config_json.keys_from({"model_type": kind})
@@ -134,6 +138,20 @@ def test_older_files_say_rotation_and_experts_otherwise():
 def test_a_window_is_counted_as_megatron_does():
     found = config_json.keys_from(content_of("mistral") | {"sliding_window": 16})
     assert found["window_size"] == [15, 0]
+
+
+def test_windows_lie_in_the_layers_that_have_them():
+    content = content_of("gpt_oss")
+    found = config_json.keys_from(content)
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ([7, 0], [1, 0, 1, 0])
+    everywhere = config_json.keys_from(content | {"layer_types": ["full_attention"] * 4})
+    assert "window_size" not in everywhere
+
+
+def test_a_frequency_of_windows_is_the_list_of_layers(tmp_path):
+    config = planned(tmp_path, content := content_of("gpt_oss"))
+    config.megatron["window_attn_skip_freq"] = 2
+    assert config_json.differences(config, content, hf.VOCAB) == []
 
 
 def test_a_model_of_no_family_is_refused_with_the_nearest_ones_differences():

@@ -10,12 +10,12 @@ import torch
 
 from megaaccum.checkpoint.pieces import Cut, Piece
 from megaaccum.errors import CheckpointError
-from megaaccum.pretrain.weights.rows import Sizes, families, rows_of, table
+from megaaccum.pretrain.weights.rows import Sizes, families, rows_of, table, theirs_of
 from megaaccum.pretrain.weights.weights_in import Mapped, mapped
-from megaaccum.pretrain.weights.weights_out import theirs_of, to_theirs
+from megaaccum.pretrain.weights.weights_out import to_theirs
 
-SIZES = Sizes(layers=3, heads=6, groups=2, channels=4, vocabulary=29)
-HEIGHTS = {"qkv": (6 + 2 * 2) * 4, "vocabulary": 32, "gate_up": 24, "same": 12}
+SIZES = Sizes(layers=3, heads=6, groups=2, channels=4, vocabulary=29, experts=3)
+HEIGHTS = {"qkv": (6 + 2 * 2) * 4, "vocabulary": 32, "gate_up": 24, "interleaved": 24, "same": 12}
 ROWS = [(family, row.ours, row.operation) for family in families()["families"] for row in table(family)]
 
 
@@ -37,8 +37,8 @@ class Held:
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
-    def read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        part = self.tensors[name][rows] if self.tensors[name].dim() == 1 else self.tensors[name][rows, columns]
+    def read(self, name: str, *index: slice) -> torch.Tensor:
+        part = self.tensors[name][index[: self.tensors[name].dim()]]
         self.asked.append(part.numel())
         return part
 
@@ -48,7 +48,7 @@ def example(name: str, operation: str) -> tuple[str, torch.Tensor]:
     leaf = "bias" if "<leaf>" in name and "linear_fc2" in name else "weight"
     name = name.replace("<layer>", "3").replace("<mtp>", "0").replace("<expert>", "1").replace("<leaf>", leaf)
     height = HEIGHTS[operation.removesuffix("_t")]
-    is_vector = "norm" in name or leaf == "bias" or "bias" in name
+    is_vector = "norm" in name or leaf == "bias" or "bias" in name or "softmax_offset" in name
     whole = torch.arange(1.0, 1 + height * (1 if is_vector else 8)).view((height,) if is_vector else (height, 8))
     if operation == "vocabulary":
         whole[SIZES.vocabulary :] = 0
@@ -57,7 +57,7 @@ def example(name: str, operation: str) -> tuple[str, torch.Tensor]:
 
 def cuts_of(whole: torch.Tensor, operation: str) -> list[Cut]:
     numel, height = whole.numel(), whole.shape[0]
-    stride = 2 if operation.startswith("gate_up") else 1
+    stride = 2 if operation.startswith(("gate_up", "interleaved")) else 1
     cuts = [Cut(numel)] + [Cut(numel, stride, run, 2) for run in range(2)]
     return cuts + ([Cut(numel, height, run, 4) for run in range(4)] if whole.dim() > 1 else [])
 
@@ -71,7 +71,10 @@ def test_theirs_give_ours_back_whole_and_in_every_part(family, ours, operation):
     name, whole = example(ours, operation)
     rows = rows_of(family, name, whole.shape[0], SIZES)
     theirs = dict(to_theirs(rows, whole))
-    assert {each: tuple(tensor.shape) for each, tensor in theirs.items()} == theirs_of(rows, tuple(whole.shape))
+    for each, shape in theirs_of(rows, tuple(whole.shape)).items():
+        if rows[0].stacked:  # that expert's part among those of others
+            theirs[each] = torch.cat([-theirs[each], theirs[each], -theirs[each]])
+        assert tuple(theirs[each].shape) == shape
     (there,) = mapped(family, [(name, tuple(whole.shape))], SIZES, Held(theirs))
     there.check(torch.float32)
     for cut in cuts_of(whole, operation):
@@ -116,3 +119,20 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(made, text):
     assert isinstance(there, Mapped)
     with pytest.raises(CheckpointError, match=text):
         there.check(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_transformers_converters_read_the_same_tensors(family):
+    """Of those tensors that transformers joins into its own, by name; gpt_oss has them joined in its files."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    sources = {
+        source.replace("*", "<expert>").lstrip(".")
+        for each in get_checkpoint_conversion_mapping(family)
+        if type(each).__name__ == "WeightConverter"
+        for source in each.source_patterns
+    }
+    theirs = {name for row in table(family) for name in row.theirs if "<expert>" in name}
+    assert len(sources) == 3
+    assert {source for source in sources for name in theirs if name.endswith(f".{source}")} == sources
+    assert {name for source in sources for name in theirs if name.endswith(f".{source}")} == theirs
