@@ -20,7 +20,7 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
     """
     _derive_attention(config.model)
     if config.model.position_embedding_type == "yarn" and not config.model.multi_latent_attention:
-        config.megatron = _YARN | config.megatron
+        config.megatron = YARN | config.megatron
     _derive_mlp(config.model)
     _derive_recompute(config.model)
     _derive_batch(config)
@@ -46,11 +46,12 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
         config.sharding.sync = "resident"
 
 
-_YARN: dict[str, object] = {
+YARN: dict[str, object] = {
     "yarn_rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": True,
 }  # fmt: skip
-"""The numbers that Megatron's model reads, with the defaults of its arguments."""
+"""YaRN's numbers, which Megatron's GPT reads off its configuration without declaring them, with the defaults of its
+arguments."""
 
 
 def _fill(section: object, **defaults: object) -> None:
@@ -67,6 +68,7 @@ def _derive_attention(model: ModelConfig) -> None:
 
 
 def _derive_mlp(model: ModelConfig) -> None:
+    model.swiglu |= model.quick_geglu
     # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two, as in Megatron-LM's arguments. These
     # give a toy's MLP no width at all.
     gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)

@@ -154,9 +154,10 @@ def chat_model(folder: Path) -> Path:
 
     torch.manual_seed(5)
     sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.Qwen2Config(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=128, rope_parameters=hf.LLAMA3)
+    config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes)
     config.initializer_range, config.eos_token_id = 0.2, 258
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return write_tokenizer(folder)
 
 

@@ -17,7 +17,7 @@ _COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=False, initializer_range=0.1,
 )  # fmt: skip
-_LLAMA3 = dict(
+LLAMA3 = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )  # fmt: skip
@@ -29,7 +29,7 @@ _ROUTED = dict(
     first_k_dense_replace=1, n_shared_experts=2,
 )  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _COMMON | dict(rope_parameters=_LLAMA3)),
+    "llama": ("Llama", _COMMON | dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", _COMMON | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", _COMMON | dict(head_dim=16)),
     "mistral": ("Mistral", _COMMON | dict(sliding_window=None, head_dim=16)),

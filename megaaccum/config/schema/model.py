@@ -43,9 +43,9 @@ class ModelConfig:
     """Added to the variance in a norm."""
     swiglu: Annotated[bool, Facts(core="gated_linear_unit", fixed=True)] = False
     """Gated SiLU MLP instead of GELU."""
-    quick_geglu: Annotated[bool, Facts(needs="swiglu")] = False
-    """Its gate is x * sigmoid(1.702 x) in place of SiLU, as in GPT-OSS, whose clamp and offset are Megatron's
-    activation_func_clamp_value and glu_linear_offset."""
+    quick_geglu: bool = False
+    """Gated MLP by x * sigmoid(1.702 x), as in GPT-OSS, whose clamp and offset are Megatron's
+    activation_func_clamp_value and glu_linear_offset. Sets swiglu."""
     squared_relu: bool = False
     """Squared ReLU MLP instead of GELU."""
     openai_gelu: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megaaccum.config import Config, resolve
+from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import read_command_line, read_yaml
 from megaaccum.distributed import groups
@@ -24,12 +25,14 @@ _FIXED = dict(
 
 
 def config_of(keys: dict[str, Any], source: str, words: Sequence[str] = ()) -> Config:
-    """The configuration of a model's keys and command-line words, not resolved yet. source: named in messages. Raises
-    ConfigError."""
-    given = {name: value for name, value in (keys | _FIXED).items() if value is not None}
+    """The configuration of a model's keys, fields of Megatron's among them, and of command-line words, not resolved
+    yet. source: named in messages. Raises ConfigError."""
+    fields = {name: value for name, value in keys.items() if name not in all_keys()}
+    given = {name: value for name, value in (keys | _FIXED).items() if value is not None and name not in fields}
     config, problems = assemble([read_yaml(yaml.safe_dump(given), source), read_command_line(words)])
     if problems:
         raise ConfigError(problems)
+    config.megatron = fields
     return config
 
 

@@ -6,6 +6,7 @@ import typing
 from functools import cache
 
 from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.derive import YARN
 from megaaccum.config.megatron_arguments import handled, listed
 from megaaccum.config.source import Unknown
 from megaaccum.errors import shortened
@@ -18,14 +19,15 @@ def _types() -> dict[str, object]:
     from megatron.core.transformer import MLATransformerConfig
     from megatron.training.models.gpt import GPTModelConfig
 
-    return {**typing.get_type_hints(GPTModelConfig), **typing.get_type_hints(MLATransformerConfig)}
+    hints = {**typing.get_type_hints(GPTModelConfig), **typing.get_type_hints(MLATransformerConfig)}
+    return hints | {name: type(default) for name, default in YARN.items()}
 
 
 def accept_model_field(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> bool:
     """Put the value of an unknown name into `fields`, or a text into `problems`, if it is a field of Megatron's model
     configuration. Returns whether it is."""
     name = unknown.written
-    if unknown.section not in (None, "model") or name not in model_fields():
+    if unknown.section not in (None, "model") or name not in model_fields().keys() | YARN.keys():
         return False
     row = listed().get(name)
     if row is not None and row.verdict == "refuse":

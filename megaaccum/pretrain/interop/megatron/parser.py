@@ -393,6 +393,7 @@ def built_fields(given: ParsedFlags) -> dict[str, object]:
 
     args = copy.deepcopy(given.checked)
     args.spec = None
+    args.swiglu &= not args.quick_geglu  # Megatron asserts that they are not both given
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = 1
     with _as_on_a_gpu({}), _without_post_init():

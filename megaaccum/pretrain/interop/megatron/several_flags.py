@@ -84,8 +84,6 @@ def _shape(given: ParsedFlags, reading: Reading) -> None:
             reading.put("sequence_parallel", True, given, "sequence_parallel")
         else:
             reading.notes.append("--sequence-parallel: there is nothing to split at tensor_model_parallel_size 1.")
-    if args.quick_geglu:
-        reading.put("swiglu", True, given, "quick_geglu")  # the key says which gate a gated MLP has
     if args.recompute_activations:
         reading.put("recompute_granularity", "selective", given, "recompute_activations")
     if given.has("checkpoint_num_layers") and given.has("recompute_num_layers"):

@@ -371,6 +371,12 @@ def test_latent_attention_rotates_as_megatron_does_unless_a_file_says_otherwise(
     assert "only a whole list" in problems[0]
 
 
+def test_yarn_may_be_written_under_model(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {position_embedding_type: yarn, yarn_beta_fast: 16, yarn_mscale: x}\n")
+    config, (problem,) = read(tmp_path / "run.yaml")
+    assert config.megatron == {"yarn_beta_fast": 16.0} and "run.yaml:1: yarn_mscale must be" in problem
+
+
 def test_yarn_is_what_megatrons_conversion_makes_of_it():
     fields = whole("--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-beta-fast 16").config.megatron
     assert (fields["yarn_rotary_scaling_factor"], fields["yarn_beta_fast"]) == (4.0, 16.0)

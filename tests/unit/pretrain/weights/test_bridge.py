@@ -105,7 +105,7 @@ def written(folder: Path, family: str) -> Path:
 
     kind, arguments = hf.MODELS[family]
     folder.mkdir()
-    content = getattr(transformers, f"{kind}Config")(**arguments).to_dict()
+    content = json.loads(getattr(transformers, f"{kind}Config")(**arguments).to_json_string())
     (folder / "config.json").write_text(json.dumps(content | {"architectures": [f"{kind}ForCausalLM"]}))
     return folder
 
