@@ -162,12 +162,20 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
             param.data = param.data.to(config.params_dtype)  # torch's norms are built in FP32
         initialize(chunk, groups, seed=plan.config.run.seed)
         recompute_gradients.prepare(chunk)
-        for module in chunk.modules():
+        for name, module in chunk.named_modules():
             if megatron.is_parallel_linear(module):
                 megatron.set_linear_forward(module, megatron.linear_forward)
+                if module.bias is not None and re.search(r"local_experts\.\d+\.linear_fc2$", name):
+                    module.register_forward_hook(_apart)
         if config.params_dtype is torch.float64:
             chunk.compute_language_model_loss = partial(cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _apart(module: torch.nn.Module, args: Any, made: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """The output of an expert in memory of its own: Megatron-core 0.19 adds the bias in place, which autograd refuses
+    for what its functions of tensor parallelism return."""
+    return made[0].clone(), made[1]
 
 
 def _is_cut_before_it_moves(plan: Plan) -> bool:

@@ -89,7 +89,7 @@ def test_optimizer_on_the_cpu(case, parity):
 
 
 GPT_OSS = (
-    UNTIED + "--swiglu --quick_geglu true --glu-linear-offset 1.0 --activation-func-clamp-value 0.05 "
+    UNTIED + "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.05 "
     "--softmax-type learnable --window-size 4,0 --window-attn-skip-freq 2 --position_embedding_type yarn "
     "--normalization RMSNorm --num_query_groups 2 --num_experts 4 --moe_router_topk 2 --moe_ffn_hidden_size 32 "
     "--moe_router_dtype fp64 "

@@ -138,23 +138,23 @@ def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] |
     return None
 
 
-Spans = Iterator[tuple[str, int, int] | tuple[str, int, int, int]]
-"""Name of theirs, first row, row after the last, and the step between rows if it is not 1."""
+Spans = Iterator[tuple[str, int, int, int]]
+"""Name of theirs, first row, row after the last, step between rows."""
 
 
 def _same(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
-    yield theirs[0], 0, num_rows
+    yield theirs[0], 0, num_rows, 1
 
 
 def _vocabulary(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
-    yield theirs[0], 0, sizes.vocabulary
+    yield theirs[0], 0, sizes.vocabulary, 1
     if num_rows > sizes.vocabulary:
-        yield "", 0, num_rows - sizes.vocabulary
+        yield "", 0, num_rows - sizes.vocabulary, 1
 
 
 def _gate_up(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
     for name in theirs:
-        yield name, 0, num_rows // 2
+        yield name, 0, num_rows // 2, 1
 
 
 def _interleaved(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
@@ -173,7 +173,7 @@ def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
         starts = (0, queries * sizes.groups, (queries + sizes.channels) * sizes.groups)
     for group in range(sizes.groups):
         for name, start, width in zip(theirs, starts, widths, strict=True):
-            yield name, start + group * width, start + (group + 1) * width
+            yield name, start + group * width, start + (group + 1) * width, 1
 
 
 OPERATIONS: dict[str, Callable[[list[str], int, Sizes], Spans]] = {
