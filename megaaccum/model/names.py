@@ -130,7 +130,8 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
     of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
-    return bool(getattr(param, "sequence_parallel", False)) or of_heads
+    # The biases of experts have Megatron's mark too, but are summed over expert_dp, whose ranks are those of tp.
+    return (bool(getattr(param, "sequence_parallel", False)) and not is_expert(param)) or of_heads
 
 
 def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...], *, at_owner: bool) -> None:
