@@ -123,7 +123,7 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(made, text):
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_transformers_converters_read_the_same_tensors(family):
-    """Of those tensors that transformers joins into its own, by name; gpt_oss has them joined in its files."""
+    """Names of the tensors that transformers joins into its own; gpt_oss has them joined in its files."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     sources = {
