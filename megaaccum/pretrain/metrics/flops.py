@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.texts import packaged_yaml
 
 FLOPS_PER_MAC = 2
 """A multiplication and an addition."""
@@ -19,35 +20,11 @@ FLOPS_PER_MAC = 2
 PASSES = 3
 """Forward, gradient of the input, gradient of the weight."""
 
-NVIDIA_A100 = 312.0e12
-"""FLOP/s, dense BF16. NVIDIA A100 datasheet: 312 TFLOPS, SXM and PCIe."""
-NVIDIA_H100_SXM = 989.5e12
-"""FLOP/s, dense BF16. NVIDIA H100, H200 and GH200 datasheets: 1,979 TFLOPS with sparsity, half of it without."""
-NVIDIA_H100_PCIE = 756.5e12
-"""FLOP/s, dense BF16. NVIDIA H100 PCIe datasheet: 1,513 TFLOPS with sparsity."""
-NVIDIA_HOPPER_NVL = 835.5e12
-"""FLOP/s, dense BF16. NVIDIA H100 NVL and H200 NVL datasheets: 1,671 TFLOPS per GPU with sparsity."""
-NVIDIA_B200 = 2250.0e12
-"""FLOP/s, dense BF16. NVIDIA HGX B200: 36 PFLOPS with sparsity for 8 GPUs."""
-NVIDIA_GB200 = 2500.0e12
-"""FLOP/s, dense BF16. NVIDIA GB200 NVL72: 360 PFLOPS with sparsity for 72 GPUs."""
-AMD_MI300X = 1307.4e12
-"""FLOP/s, dense BF16. AMD Instinct MI300X and MI325X datasheets: 1,307.4 TFLOPS."""
-
-PEAKS: tuple[tuple[frozenset[str], float], ...] = (
-    (frozenset({"a100"}), NVIDIA_A100),
-    (frozenset({"h100", "pcie"}), NVIDIA_H100_PCIE),
-    (frozenset({"h100", "nvl"}), NVIDIA_HOPPER_NVL),
-    (frozenset({"h100", "hbm3"}), NVIDIA_H100_SXM),
-    (frozenset({"h200", "nvl"}), NVIDIA_HOPPER_NVL),
-    (frozenset({"h200"}), NVIDIA_H100_SXM),
-    (frozenset({"gh200"}), NVIDIA_H100_SXM),
-    (frozenset({"b200"}), NVIDIA_B200),
-    (frozenset({"gb200"}), NVIDIA_GB200),
-    (frozenset({"mi300x"}), AMD_MI300X),
-    (frozenset({"mi325x"}), AMD_MI300X),
-)
-"""Words that a device's name must hold, and its peak. The first match counts, so the narrower name comes first."""
+PEAKS: list[tuple[frozenset[str], float]] = [
+    (frozenset(each["words"].split()), each["tflops"] * 1e12)
+    for each in packaged_yaml("megaaccum.pretrain.metrics", "peaks.yaml")
+]
+"""Words that a device's name must hold, and its peak. The first match counts."""
 
 
 class Batch(Protocol):

@@ -29,7 +29,7 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import installed, replace_text, set_aside
 from megaaccum.pretrain.metrics.journal import Record, unwritable
-from megaaccum.texts import parse_json, read_text
+from megaaccum.texts import packaged_yaml, parse_json, read_text
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -44,29 +44,8 @@ STEPS_KEPT = 1000
 """Number of last steps over which medians are taken."""
 
 _OF_THE_BATCH = ("num_microbatches", "device_batch_size", "global_batch_size", "tokens_per_step")
-_PACKAGES = (
-    "torch", "deepspeed", "megatron-core", "transformer-engine", "apex", "numpy", "triton", "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)  # fmt: skip
-_VARIABLES = frozenset(
-    """
-    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
-    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
-    NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
-    NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_MAX_CTAS
-    NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS
-    NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME
-    NCCL_SOCKET_NTHREADS GLOO_SOCKET_IFNAME TORCHDYNAMO_DISABLE TORCH_CPP_LOG_LEVEL TORCH_DISTRIBUTED_DEBUG
-    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
-    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING
-    PYTORCH_NVML_BASED_CUDA_CHECK OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND MKL_DYNAMIC MKL_NUM_THREADS
-    NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_APPLY_QK_LAYER_SCALING NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_CPU_OFFLOAD_V1
-    NVTE_DEBUG NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_UNFUSED_ATTN DS_ACCELERATOR
-    DS_SKIP_CUDA_CHECK UCX_NET_DEVICES UCX_TLS SLURM_JOB_ID SLURM_NNODES WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR
-    MASTER_PORT MEGAACCUM_LAUNCHED MEGAACCUM_VERBOSE
-    """.split()
-)
-"""Environment variables that influence a run. No other is in a receipt."""
+_RECORDED: dict[str, str] = packaged_yaml("megaaccum.pretrain.metrics", "receipt.yaml")
+"""Packages and environment variables that a receipt records."""
 _CREDENTIALS = re.compile(
     r"(?<=://)[^/\s@]+(?=@)"  # user:password of an address
     r"|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|eyJ)[\w.-]{10,}"
@@ -211,7 +190,7 @@ def opening(
     plan: Plan, *, data_digest: str, vocab_size: int, ranks: list[Record], predicted: Record, start_step: int
 ) -> Record:
     """Everything known of a start before its first step. ranks: `this_rank` of each. predicted: by the planner."""
-    packages = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    packages = {name: version for name in _RECORDED["packages"].split() if (version := installed(name)) is not None}
     return {
         "first_step": start_step + 1,
         "launched": launched(),
@@ -219,7 +198,7 @@ def opening(
         "command": sys.argv,
         "launcher": _launcher(),
         "folder": os.getcwd(),
-        "environment": {name: text for name, text in sorted(os.environ.items()) if name in _VARIABLES},
+        "environment": {name: os.environ[name] for name in sorted(os.environ.keys() & _RECORDED["variables"].split())},
         "configuration": _configuration(plan.config),
         "megatron": plan.config.megatron,
         "deepspeed": plan.config.deepspeed,
@@ -282,11 +261,11 @@ def _configuration(config: Config) -> dict[str, Record]:
 
 
 def code() -> Record:
-    """Version, a hash of the package's Python files and, in a git checkout, its commit and whether files differ from it
-    (None elsewhere)."""
+    """Version, a hash of the package's code and tables and, in a git checkout, its commit and whether files differ
+    from it (None elsewhere)."""
     package = Path(megaaccum.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
         digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     is_ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     changed = _git(package, "status", "--porcelain", "--untracked-files=no", ".") if is_ours else None
