@@ -6,18 +6,18 @@ so that another version fails there with a list instead of in the middle of a st
 
 from __future__ import annotations
 
-from megaaccum.upstream import fsdp2, megatron, megatron_training, pytorch, te, zero
+from megaaccum.upstream import emerging, fsdp2, megatron, megatron_training, pytorch, te, zero
 
 TESTED = {"deepspeed": "0.19.8", "megatron-core": "0.19.2", "torch": "2.13.0", "transformer-engine": "2.20.2"}
 
 
 def check() -> list[str]:
     """Names that these versions of the libraries lack, as sentences; empty when all is well."""
-    return required() + fsdp2.check()
+    return required() + fsdp2.check() + emerging.check()
 
 
 def required() -> list[str]:
-    """`check()` without the names of `backend: fsdp2`, which needs a newer torch than the rest, and looks them up
+    """`check()` of what every run uses: `backend: fsdp2`, which needs a newer torch than the rest, looks its names up
     itself."""
     problems = zero.check() + megatron.check() + megatron_training.check() + pytorch.check()
     try:

@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from megaaccum.upstream.lookup import absent
+from megaaccum.upstream.lookup import missing
 
 
 def is_installed() -> bool:
@@ -17,11 +17,7 @@ def is_installed() -> bool:
 
 def check() -> list[str]:
     """Names that the installed version lacks, as sentences; empty when all is well, or without the package."""
-    if not is_installed():
-        return []
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    return absent(muon_utils, ("newton_schulz", "newton_schulz_step", "get_coefficient_iterator", "_COEFFICIENT_SETS"))
+    return missing("emerging") if is_installed() else []
 
 
 def newton_schulz(matrix: torch.Tensor, *, steps: int, coefficients: str, precision: str) -> torch.Tensor:

@@ -14,26 +14,12 @@ import torch
 
 from megaaccum.upstream import pytorch
 from megaaccum.upstream.adam import own_tensor
-from megaaccum.upstream.lookup import absent, unwritten
-
-_GROUP = "fsdp_params post_backward _partial_reduce_output".split()
-_PARAM = (
-    "_unsharded_param unsharded_accumulated_grad accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed"
-    " reduce_dtype sharded_param"
-).split()
+from megaaccum.upstream.lookup import missing
 
 
 def check() -> list[str]:
     """Names that this version of torch's fully_shard lacks, as sentences; empty when all is well."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
-
-    return [
-        *absent(FSDPModule, ("_get_fsdp_state", "set_reduce_scatter_unused_params")),
-        *unwritten(_fsdp_state.FSDPState, ("_fsdp_param_groups", "_root_post_backward_final_callback")),
-        *unwritten(_fsdp_param_group.FSDPParamGroup, _GROUP),
-        *unwritten(_fsdp_param.FSDPParam, _PARAM),
-    ]
+    return missing("fsdp2")
 
 
 def units(root: Any) -> list[Any]:

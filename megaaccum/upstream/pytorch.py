@@ -15,48 +15,18 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from megaaccum.upstream.lookup import absent
+from megaaccum.upstream.lookup import missing, pickled
 
 
 def check() -> list[str]:
     """Names that this version of torch lacks, as sentences; empty when all is well."""
-    from torch.distributed import ProcessGroup, distributed_c10d
-
-    return [
-        *absent(torch._C, ["_current_graph_task_id"]),
-        *absent(torch.ops.aten, ["_unsafe_view"]),
-        *absent(torch, ["_chunk_cat"]),
-        *absent(type(torch.autograd.Variable._execution_engine), ["run_backward"]),
-        *absent(distributed_c10d, ("_get_default_store", "ProcessGroupGloo")),
-        *absent(distributed_c10d.ProcessGroupGloo, ("_Options", "create_device", "create_default_device")),
-        *absent(ProcessGroup, ("allreduce", "_allgather_base", "_reduce_scatter_base")),
-    ]
+    return missing("pytorch")
 
 
-_DCP = "torch.distributed.checkpoint"
-
-CHECKPOINT_METADATA_CLASSES = frozenset(
-    {
-        *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-        *((f"{_DCP}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
-        *((f"{_DCP}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
-        (f"{_DCP}.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),  # looks a torch.layout up by its name
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),  # the same under Python 3.13
-    }
-)
-"""(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes. The
-private ones record which tensor lies where."""
-
-CHECKPOINT_PLAN_CLASSES = frozenset(
-    {
-        *((f"{_DCP}.metadata", name) for name in ("BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-    }
-)
-"""Classes that Megatron's checkpoints hold besides: tables of objects, and the plans by which ranks wrote."""
+CHECKPOINT_METADATA_CLASSES = pickled("checkpoint_metadata")
+CHECKPOINT_PLAN_CLASSES = pickled("checkpoint_plan")
+"""(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes, and of
+those that Megatron's hold besides."""
 
 
 def tame_gloo() -> None:

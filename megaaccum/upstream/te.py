@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from megaaccum.upstream.lookup import absent, unwritten
+from megaaccum.upstream.lookup import missing
 
 _UPDATE = "reduce_and_update_fp8_tensors"
 _RECOMPUTE = "fp8_tensors_recompute_buffer"
@@ -36,18 +36,10 @@ Products = queue.Queue[Any]
 
 def check() -> list[str]:
     """Names that the installed version of Transformer Engine lacks, as sentences; empty when all is well."""
-    from transformer_engine.pytorch.module import base
-    from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    module = base.TransformerEngineBaseModule
-    names = (*(each.name for each in fields(Histories)), _RECOMPUTE)
-    problems = [
-        *absent(FP8GlobalStateManager, [_UPDATE]),
-        *absent(FP8GlobalStateManager.quantization_state, names),
-        *unwritten(DelayedScalingRecipeState, _STATES),
-        *absent(module, ("init_fp8_metadata", "backward_dw", "need_backward_dw")),
-    ]
-    if "self.wgrad_store.pop()" not in inspect.getsource(module.backward_dw):
+    problems = missing("te")
+    if "self.wgrad_store.pop()" not in inspect.getsource(TransformerEngineBaseModule.backward_dw):
         problems.append("TransformerEngineBaseModule.backward_dw does not pop its wgrad_store")
     return problems
 

@@ -19,52 +19,15 @@ from typing import Any, cast
 import torch
 
 from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
-from megaaccum.upstream.lookup import absent, unwritten
+from megaaccum.upstream.lookup import missing
 from megaaccum.upstream.zero_partitions import Gather, partitioned, reduce_scatter, start_gather
-
-_BOTH = (
-    "check_overflow independent_gradient_partition_epilogue reduce_independent_p_g_buckets_and_remove_grads"
-    " set_gradient_accumulation_boundary"
-).split()
-_STAGE3 = (
-    "_get_norm_groups _reassign_or_swap_out_partitioned_parameters _finalize_offload_gradient_accumulation"
-).split()
-_STAGE12 = "setup_buckets update_lp_params _fill_param_grad_accum_attribute".split()
-_BOTH_SET = "_grad_acc_hooks averaged_gradients".split()
-_STAGE3_SET = (
-    "parameter_offload micro_step_id grad_position fp32_partitioned_groups_flat grad_partitions_flat_buffer"
-    " _offload_boundary_param_ids __param_id_to_grad_partition param_reduce_events max_param_reduce_events"
-).split()
-_STAGE12_SET = (
-    "compute_grad_norm params_in_partition use_grad_accum_attribute grad_start_offset grad_partition_insertion_offset"
-    " single_partition_of_fp32_groups"
-).split()
-"""Methods of DeepSpeed's optimizers, and the attributes that they set."""
 
 _ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 def check() -> list[str]:
     """Names that this version of DeepSpeed lacks, as sentences; empty when all is well."""
-    from deepspeed.runtime.zero import partition_parameters
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-    from deepspeed.utils import groups
-
-    problems = [
-        *absent(_deepspeed_backend(), ["build_shm_op"]),
-        *absent(DeepSpeedZeroOptimizer_Stage3, _BOTH + _STAGE3),
-        *unwritten(DeepSpeedZeroOptimizer_Stage3, _BOTH_SET + _STAGE3_SET),
-        *absent(DeepSpeedZeroOptimizer, _BOTH + _STAGE12),
-        *unwritten(DeepSpeedZeroOptimizer, _BOTH_SET + _STAGE12_SET),
-        *absent(DeepSpeedZeRoOffload, ["_remove_module_hooks"]),
-        *absent(groups, ["_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"]),
-        *unwritten(partition_parameters.Init, ["ds_zero_partition_process_group"]),
-    ]
-    if unwritten(DeepSpeedZeroOptimizer_Stage3, ["autoep_expert"]):
-        problems.append("ZeRO-3 does not know the placement family autoep_expert")
-    return problems
+    return missing("zero")
 
 
 def _deepspeed_backend() -> Any:
