@@ -1,4 +1,4 @@
-"""Texts from outside: files and JSON that anyone may have written, read within limits."""
+"""Texts: files and JSON that anyone may have written, read within limits, and the tables of this package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import errno
 import json
 import os
 import stat
+from importlib import resources
 from typing import Any
+
+import yaml
 
 
 def read_text(path: str | os.PathLike[str], *, most: int = 64 << 20) -> str:
@@ -37,3 +40,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def packaged_yaml(package: str, name: str) -> Any:
+    """The content of a YAML file in a package of ours."""
+    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
