@@ -15,7 +15,7 @@ from megaaccum.model.layers import choose
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.metrics.run_log import RunLog
 from tests.support.configs import plan
-from tests.unit.pretrain.metrics.test_log import Clock
+from tests.unit.pretrain.metrics.test_run_log import Clock
 
 
 def make_run(folder: Path, *, steps: int = 6, **keys: object) -> Path:

@@ -14,7 +14,7 @@ from megaaccum.observe.expert_loads import ExpertLoads
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from tests.support.configs import plan
-from tests.unit.pretrain.metrics.test_log import Clock, opened, step
+from tests.unit.pretrain.metrics.test_run_log import Clock, opened, step
 
 
 def written(folder: Path, number: int = 1) -> dict:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.services import configured_services
-from tests.unit.pretrain.metrics.test_log import Clock, opened, planned, step
+from tests.unit.pretrain.metrics.test_run_log import Clock, opened, planned, step
 
 
 def test_a_deepspeed_json_names_the_folder_of_its_job(tmp_path):
