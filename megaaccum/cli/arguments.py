@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from megaaccum.config import Config
+from megaaccum.config.source import check_number
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.launch_script import recorded
 from megaaccum.pretrain.interop.load import read
@@ -49,7 +50,8 @@ class Source:
     """Whether it is recorded in a jail."""
 
     def parse(self, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Source]:
-        """The command's options, and the source without them."""
+        """The command's options, and the source without them. Raises ConfigError for too many."""
+        check_number(sum(word.startswith("--") for word in self.words))
         args, overrides = parser.parse_known_args(self.words)
         return args, replace(self, words=overrides)
 

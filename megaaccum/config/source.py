@@ -287,6 +287,16 @@ def read_command_line(argv: Sequence[str]) -> Source:
     return source
 
 
+MOST_FLAGS = 2_000
+"""Limit on the flags of a list, since argparse's time grows with their square; Megatron has 815."""
+
+
+def check_number(count: int) -> None:
+    """Raise ConfigError for more flags than are read."""
+    if count > MOST_FLAGS:
+        raise ConfigError(f"{count} flags are given: the most that are read are {MOST_FLAGS}.")
+
+
 def flag_groups(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """(groups of a flag and the words up to the next flag, the words before the first flag) of a command line."""
     groups: list[tuple[str, list[str]]] = []

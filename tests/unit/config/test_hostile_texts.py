@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from megaaccum import cli
+from megaaccum.cli.arguments import read_source
 from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.source import MOST_FLAGS
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, printable
 from megaaccum.pretrain.data.vocabulary import read_gpt2_vocabulary, read_vocabulary
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
 from megaaccum.pretrain.interop.load import load
-from megaaccum.pretrain.interop.megatron.parser import MOST_FLAGS
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.texts import parse_json, read_text
 
@@ -98,6 +99,9 @@ def test_30_000_unknown_keys_are_cut(tmp_path):
 def test_30_000_flags_are_refused(tmp_path):
     (told,) = problems(tmp_path, "\n".join(f"--flag-{i} {i}" for i in range(30_000)), "flags.txt")
     assert str(MOST_FLAGS) in told
+    words = [word for i in range(30_000) for word in (f"--flag-{i}", str(i))]
+    with pytest.raises(ConfigError, match=f"30000 flags are given: the most that are read are {MOST_FLAGS}"):
+        read_source(words).parse(None)  # argparse would take 24 s for them
 
 
 def test_json_nested_too_deeply_or_with_repeats_is_told(tmp_path):

@@ -26,15 +26,13 @@ from typing import Any
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
-from megaaccum.config.source import Source, flag_groups, meant, parse_yaml, read_command_line
+from megaaccum.config.source import Source, check_number, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
 from megaaccum.platform.replaced import replaced
 from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
-MOST_FLAGS = 2_000
-"""Limit on the flags of a list; Megatron has 815."""
 
 
 @dataclass(slots=True)
@@ -161,8 +159,7 @@ def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list
     """The words in groups of a flag and its values, under Megatron-LM's names."""
     groups, first = flag_groups(argv)
     given.problems += [f"unexpected {word}: flags are written --name value." for word in first]
-    if len(groups) > MOST_FLAGS:
-        raise ConfigError(f"{len(groups)} flags are given: the most that are read are {MOST_FLAGS}.")
+    check_number(len(groups))
     for flag, values in groups:
         flag = _as_megatrons(flag, values)
         for today in _in_todays_names(flag.replace("_", "-"), values):
