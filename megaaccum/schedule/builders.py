@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from megaaccum.errors import ScheduleError, either, nearest
 from megaaccum.schedule.actions import Action, Item, Kind, Pair
@@ -94,36 +95,30 @@ class _VRank:
         """How many there are of `kind`; a B counts as I and W."""
         return self._next[kind, chunk]
 
-    def _count_up(self, kind: str, chunk: int) -> int:
-        self._next[kind, chunk] += 1
-        return self._next[kind, chunk] - 1
+    def repeat(self, times: int, passes: str) -> None:
+        """Append `passes`, `times` times. F0 is a forward of chunk 0, F1+B0 a fused pair. W0 is the oldest weight
+        gradient of chunk 0 that is owed, W that of either chunk; nothing is appended if none is owed."""
+        for each in passes.split() * times:
+            if "+" in each:
+                forward, backward = each.split("+")
+                self.items.append(Pair(self._next_of(forward), self._next_of(backward)))
+            elif each[0] != "W":
+                self.items.append(self._next_of(each))
+            elif owed := next((at for at in self._owed if each[1:] in ("", str(at[0]))), None):
+                self._owed.remove(owed)
+                self.items.append(Action("W", *owed))
+                self._next["W", owed[0]] += 1
 
-    def forward(self, chunk: int) -> None:
-        self.items.append(Action("F", chunk, self._count_up("F", chunk)))
-
-    def input_grad(self, chunk: int) -> None:
-        self.items.append(Action("I", chunk, self._count_up("I", chunk)))
-        self._owed.append((chunk, self._next["I", chunk] - 1))
-
-    def weight_grad(self, chunk: int | None = None) -> None:
-        """The oldest weight gradient that is owed, of `chunk` or (None) of either; nothing if none is."""
-        for at in self._owed:
-            if chunk is None or at[0] == chunk:
-                self._owed.remove(at)
-                self.items.append(Action("W", *at))
-                self._next["W", at[0]] += 1
-                return
-
-    def backward(self, chunk: int) -> None:
-        self.items.append(self._full_backward(chunk))
-
-    def fused(self, forward_chunk: int, backward_chunk: int) -> None:
-        forward = Action("F", forward_chunk, self._count_up("F", forward_chunk))
-        self.items.append(Pair(forward, self._full_backward(backward_chunk)))
-
-    def _full_backward(self, chunk: int) -> Action:
-        self._count_up("W", chunk)
-        return Action("B", chunk, self._count_up("I", chunk))
+    def _next_of(self, written: str) -> Action:
+        kind, chunk = cast("Kind", written[0]), int(written[1])
+        counted = "F" if kind == "F" else "I"
+        number = self._next[counted, chunk]
+        self._next[counted, chunk] += 1
+        if kind == "I":
+            self._owed.append((chunk, number))
+        elif kind == "B":
+            self._next["W", chunk] += 1
+        return Action(kind, chunk, number)
 
 
 def zbv(pp: int, num_microbatches: int) -> Table:
@@ -142,32 +137,16 @@ def zbv(pp: int, num_microbatches: int) -> Table:
 
 def _zbv_rank(pp: int, rank: int, m: int) -> list[Item]:
     at = _VRank()
-    for _ in range(2 * (pp - rank) - 1):  # down the V while the far ranks fill
-        at.forward(0)
-    for _ in range(rank):  # both arms
-        at.forward(1)
-        at.forward(0)
-    for _ in range(pp - rank):  # the first micro-batches come back up
-        at.forward(1)
-        at.input_grad(1)
-        at.weight_grad(1)
+    at.repeat(2 * (pp - rank) - 1, "F0")  # down the V while the far ranks fill
+    at.repeat(rank, "F1 F0")  # both arms
+    at.repeat(pp - rank, "F1 I1 W1")  # the first micro-batches come back up
     while at.count("F", 1) < m:  # steady: each chunk gives and takes one micro-batch
-        if at.count("F", 0) < m:
-            at.forward(0)
-        at.input_grad(0)
-        at.weight_grad(0)
-        at.forward(1)
-        at.input_grad(1)
-        at.weight_grad(1)
-    for _ in range(rank):  # drain: input gradients first, others wait for them
-        at.input_grad(0)
-        at.input_grad(1)
-    for _ in range(pp - rank):
-        at.input_grad(0)
-        at.weight_grad(0)
+        at.repeat(int(at.count("F", 0) < m), "F0")
+        at.repeat(1, "I0 W0 F1 I1 W1")
+    at.repeat(rank, "I0 I1")  # drain: input gradients first, others wait for them
+    at.repeat(pp - rank, "I0 W0")
     for chunk in (1, 0):
-        while at.count("W", chunk) < m:
-            at.weight_grad(chunk)
+        at.repeat(m - at.count("W", chunk), f"W{chunk}")
     return at.items
 
 
@@ -185,44 +164,21 @@ def dualpipev(pp: int, num_microbatches: int) -> Table:
 
 
 def _dualpipev_rank(pp: int, rank: int, m: int) -> list[Item]:
-    """The eight phases, in the shorthand of DualPipe's diagram: nF0 is n forwards of chunk 0."""
+    """The eight phases of DualPipe's diagram."""
     at, below = _VRank(), pp - rank - 1
-    for _ in range(2 * below):  # nF0
-        at.forward(0)
-    for _ in range(rank + 1):  # nF0F1
-        at.forward(0)
-        at.forward(1)
-    for _ in range(below):  # nI1W1F1
-        at.input_grad(1)
-        at.weight_grad()
-        at.forward(1)
-    for i in range(m - 2 * pp + rank + 1):  # nF0B1-F1B0
-        if i == 0 and rank == pp - 1:
-            # The tip of the V feeds itself: its first backward waits for no other rank, so the forward goes ahead.
-            at.forward(0)
-            at.backward(1)
-        else:
-            at.fused(0, 1)
-        at.fused(1, 0)
-    for _ in range(below):  # nB1-F1B0
-        at.backward(1)
-        at.fused(1, 0)
-    _dualpipev_drain(at, below, rank)
+    at.repeat(2 * below, "F0")
+    at.repeat(rank + 1, "F0 F1")
+    at.repeat(below, "I1 W F1")
+    for i in range(m - 2 * pp + rank + 1):
+        # The tip of the V feeds itself: its first backward waits for no other rank, so the forward goes ahead.
+        at.repeat(1, "F0 B1 F1+B0" if i == 0 and rank == pp - 1 else "F0+B1 F1+B0")
+    at.repeat(below, "B1 F1+B0")
+    # In the second half of the last backwards weight gradients are put off, to be done in the gaps after it.
+    backwards, put_off = ["B1", "B0"] * (rank + 1), ["I1", "I0"] * (rank + 1)
+    at.repeat(1, " ".join(backwards[: rank + 1] + put_off[rank + 1 :]))
+    at.repeat(below, "W I0")
+    at.repeat(rank + 1, "W")
     return at.items
-
-
-def _dualpipev_drain(at: _VRank, below: int, rank: int) -> None:
-    """nB1B0, nW0B0, nW0; in the second half of nB1B0 weight gradients are put off, to be done in the gaps after it."""
-    for i, chunk in enumerate([1, 0] * (rank + 1)):
-        if i < rank + 1:
-            at.backward(chunk)
-        else:
-            at.input_grad(chunk)
-    for _ in range(below):
-        at.weight_grad()
-        at.input_grad(0)
-    for _ in range(rank + 1):
-        at.weight_grad()
 
 
 def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) -> Iterator[str]:
