@@ -34,7 +34,7 @@ def test_a_step_of_zero_3_waits_as_often_at_any_size_and_once_for_three_buckets(
         others, of_buckets = apart(found)
         assert sum(others.values()) == BUDGET, found
         assert of_buckets <= buckets // 3
-        assert any("loss.py:sums" in place for place in found), "the verdict is read"
+        assert any("sums.py:sums" in place for place in found), "the verdict is read"
         assert any("epilogue synchronize" in place for place in found), "the reduction's stream is waited for once"
     assert all(apart(found)[1] > 0 for found, _ in large), "there are buckets to wait for"
 

@@ -155,9 +155,10 @@ def expert_widths(subject: Subject) -> Iterator[str]:
 
 
 def biases_of_experts(subject: Subject) -> Iterator[str]:
-    """Megatron-core's experts have biases only if tensor parallelism does not cut them."""
+    """Megatron-core's experts have biases only if tensor parallelism does not cut them. A model of the user's own has
+    the biases that it was built with, whatever the key says."""
     model, ranks = subject.model, subject.parallel.expert_tensor_parallel_size
-    if model.num_experts and model.add_bias_linear and ranks and ranks > 1:
+    if not subject.own_model and model.num_experts and model.add_bias_linear and ranks and ranks > 1:
         yield (
             f"num_experts {model.num_experts} with add_bias_linear does not allow expert_tensor_parallel_size {ranks}:"
             " set it to 1, or add_bias_linear to false, as mixtures of experts mostly have it."
