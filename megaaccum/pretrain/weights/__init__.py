@@ -8,4 +8,6 @@
 | `foreign`, `torch_dist`, `deepspeed_folder` | checkpoints of Megatron and DeepSpeed |
 | `torch_dist_out` | written as Megatron's |
 | `compare` | a folder against its digests and transformers' logits |
+| `bridge` | an export by Megatron-Bridge's mapping |
+| `inference` | a model of these weights that is not trained |
 """
