@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, cast
 
-import yaml
+from megaaccum.texts import packaged_yaml
 
 Verdict = Literal["run", "note", "refuse"]
 VERDICTS: tuple[Verdict, ...] = ("run", "note", "refuse")
@@ -39,8 +38,7 @@ class Listed:
 
 @cache
 def _tables() -> dict[str, Any]:
-    text = resources.files("megaaccum.config").joinpath("megatron_arguments.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, Any]", yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return cast("dict[str, Any]", packaged_yaml("megaaccum.config", "megatron_arguments.yaml"))
 
 
 def _rows(tables: dict[str, Any], *, loop: bool = False) -> tuple[Listed, ...]:

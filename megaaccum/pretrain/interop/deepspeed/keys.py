@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from megaaccum.config.deepspeed_config import PASSED, ZERO_PASSED
+from megaaccum.texts import packaged_yaml
 
-_TABLES: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("keys.yaml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = packaged_yaml(__package__, "keys.yaml")
 
 DROPPED: dict[str, str] = _TABLES["dropped"]
 """Not passed to DeepSpeed, with the reason. Some are reconciled first, or refused if switched on."""
