@@ -36,6 +36,7 @@ class BareLoop:
         )
         self._zero = zero.Zero3(self._engine)
         self._last = False
+        self._reduced: set[int] = set()
         for param in self._zero.params:
             pytorch.on_gradient(param, self._on_gradient)
         hooks = chunks[0].config
@@ -46,6 +47,7 @@ class BareLoop:
         """One optimizer step; returns its mean loss on ranks of the last stage, nan elsewhere."""
         self._zero.gather(self._zero.params)
         self._zero.begin_reduction()
+        self._reduced.clear()
         size, length = microbatches[0]["tokens"].shape
         losses = self._schedule(
             forward_step_func=self._forward,
@@ -94,13 +96,17 @@ class BareLoop:
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._last:
-            self._zero.reduce(param)
+            self._reduce(param)
 
     def _finalize(self, models, num_tokens=None, **unused) -> None:
         for param in self._zero.params:
-            if id(param) not in self._zero.handed_over():
-                self._zero.reduce(param)
+            if id(param) not in self._reduced:
+                self._reduce(param)
         self._zero.finish_reduction()
+
+    def _reduce(self, param: torch.nn.Parameter) -> None:
+        self._reduced.add(id(param))
+        self._zero.reduce(param)
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
         if not losses:
