@@ -5,6 +5,7 @@ Megatron has no types: its modules, its DDP and its optimizer are `Any`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,13 +51,21 @@ def check() -> list[str]:
 def held_groups() -> dict[str, Any]:
     """Everything that Megatron's parallel_state holds: the globals of its module (megatron-core 0.19). It has no way to
     hold the groups of two layouts."""
-    return {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()}
+    held = vars(parallel_state)
+    return {name: held[name] for name in _names_of_groups()}
+
+
+@functools.cache
+def _names_of_groups() -> tuple[str, ...]:
+    """Globals that are there as soon as the module is imported; found once, since a step asks for them six times."""
+    return tuple(name for name in vars(parallel_state) if name[0] == "_" and name.isupper())
 
 
 def hold_groups(held: Mapping[str, Any]) -> None:
     """Let Megatron's parallel_state hold what `held_groups` returned earlier; nothing at all if that is empty."""
-    nothing: dict[str, Any] = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
-    vars(parallel_state).update(held or nothing)
+    if not held:
+        held = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
+    vars(parallel_state).update(held)
 
 
 def has_transformer_engine() -> bool:
