@@ -213,50 +213,65 @@ class Note(Protocol):
     ) -> None: ...
 
 
+_listeners: list[Note] = []
+_waited: dict[int, Heard] = {}
+"""First tensor of each call that a listener has heard, by the id of its handle."""
+
+
 @contextlib.contextmanager
 def watched_collectives(note: Note) -> Iterator[None]:
     """Context in which `note` is called for each tensor that a collective over more than one rank is given (with the
     bytes in it that other ranks send, for an all-to-all); then, with calls=0, for the seconds that the host waited for
     it. torch has no public function that all of them pass (a dispatch mode sees every operator, and slows each one
     down)."""
+    _replace_collectives()
+    _listeners.append(note)
+    try:
+        yield
+    finally:
+        _listeners.remove(note)
+        if not _listeners:
+            _waited.clear()
+
+
+@functools.cache
+def _replace_collectives() -> None:
+    """Have torch's methods of collectives tell the listeners. They stay replaced: Python forgets where it found the
+    attributes of a class that changes, which cost a small step 1 % when each step replaced them and put them back."""
     from torch.distributed import ProcessGroup, Work
 
-    waited: dict[int, Heard] = {}
-    gives_one_handle = functools.cache(lambda group: torch.distributed.get_backend(group) == "nccl")
-    names = [name for name in _COLLECTIVES if hasattr(ProcessGroup, name)]
-    # The attributes in vars() bind to a group when they are looked up; the functions that getattr returns do not.
-    held = [(Work, "wait", vars(Work)["wait"]), *((ProcessGroup, name, vars(ProcessGroup)[name]) for name in names)]
+    for name in _COLLECTIVES:
+        if hasattr(ProcessGroup, name):
+            setattr(ProcessGroup, name, noting(getattr(ProcessGroup, name), *_COLLECTIVES[name]))
     plain_wait = Work.wait
+    gives_one_handle = functools.cache(lambda group: torch.distributed.get_backend(group) == "nccl")
 
     def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
+        if not _waited:
+            return plain_wait(work, *args, **kwargs)
         start = time.perf_counter()
         try:
             return plain_wait(work, *args, **kwargs)
         finally:
-            if id(work) in waited:
-                note(*waited.pop(id(work)), time.perf_counter() - start, calls=0)
+            if id(work) in _waited:
+                _tell(_waited.pop(id(work)), time.perf_counter() - start, calls=0)
             else:  # one handle for a batch of messages, as NCCL gives
-                for key in [key for key, (_, group, *_) in waited.items() if gives_one_handle(group)]:
-                    note(*waited.pop(key), 0.0, calls=0)
+                for key in [key for key, (_, group, *_) in _waited.items() if gives_one_handle(group)]:
+                    _tell(_waited.pop(key), 0.0, calls=0)
 
-    try:
-        setattr(Work, "wait", wait)  # noqa: B010
-        for name in names:
-            setattr(ProcessGroup, name, noting(getattr(ProcessGroup, name), *_COLLECTIVES[name], note, waited))
-        yield
-    finally:
-        for owner, name, method in held:
-            setattr(owner, name, method)
+    setattr(Work, "wait", wait)  # noqa: B010
 
 
-def noting(
-    method: Callable[..., Any], collective: str, position: int, note: Note, waited: dict[int, Heard]
-) -> Callable[..., Any]:
-    """`method` of a ProcessGroup, calling `note` for its tensors. waited: filled with the first tensor of a call by the
-    id of its handle."""
+def _tell(heard: Heard, seconds: float, *, calls: int = 1) -> None:
+    for note in _listeners:
+        note(*heard, seconds, calls=calls)
+
+
+def noting(method: Callable[..., Any], collective: str, position: int) -> Callable[..., Any]:
+    """`method` of a ProcessGroup, telling the listeners of its tensors."""
 
     def call(group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if group.size() == 1:
+        if not _listeners or group.size() == 1:
             return method(group, *args, **kwargs)
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
         heard: list[Heard] = [(collective, group, each.dtype, each.nbytes) for each in _flat(args[position])]
@@ -267,10 +282,10 @@ def noting(
         work = method(group, *args, **kwargs)
         seconds = time.perf_counter() - start
         for each in heard:
-            note(*each, seconds)
+            _tell(each, seconds)
             seconds = 0.0
         if work is not None and heard:
-            waited[id(work)] = heard[0]
+            _waited[id(work)] = heard[0]
         return work
 
     return call

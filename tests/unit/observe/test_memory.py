@@ -135,10 +135,11 @@ def test_a_watched_send_is_not_kept():
         def size(self) -> int:
             return 2
 
-    send = pytorch.noting(lambda group, tensors, *_: object(), "send", 0, lambda *args, **_: noted.append(1), {})
+    send = pytorch.noting(lambda group, tensors, *_: object(), "send", 0)
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
-    work = send(Group(), [tensor], 1, 0)
-    del tensor
+    with pytorch.watched_collectives(lambda *args, **_: noted.append(1)):
+        work = send(Group(), [tensor], 1, 0)
+        del tensor
     assert gone() is None
     assert (work is not None, noted) == (True, [1])
