@@ -6,10 +6,11 @@ the reduced gradient is. It does not divide (step/loss.py), take norms (step/gra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,9 +18,10 @@ from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.owner_sums import OwnerSums
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
-from megaaccum.sharding.sum_tree import AnyOrder
+from megaaccum.sharding.sum_tree import AnyOrder, MicrobatchSums
 
 if TYPE_CHECKING:
+    from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding.ownership import MatrixUpdates
 
@@ -69,248 +71,228 @@ def whole_frozen_pieces(chunks: list[torch.nn.Module], groups: Groups) -> Iterat
             yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
 
-class ShardingBackend(Protocol):
-    """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group."""
+class ShardingBackend(ABC):
+    """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group.
 
-    reduction_divisor: int
+    What is not abstract here serves a backend that gathers nothing ahead and whose gradients stay where they are.
+    `optimizer` has the parameter groups, for the learning-rate schedule.
+    """
+
+    optimizer: Any
+
+    reduction_divisor = 1
     """By how much the reduction divides the sum over ranks (data-parallel averaging); step/loss.py takes it back."""
 
-    loss_scale: float
+    loss_scale = 1.0
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
-    matrices: MatrixUpdates | None
+    matrices: MatrixUpdates | None = None
     """Muon's updates, which take the place of the gradients of matrices before `step`; None with another optimizer."""
 
-    sums: AnyOrder
-    """Sums of the micro-batches' gradients. Sums in one order track the running micro-batch and keep waiting sums."""
-
-    memory: HighWater
-    """The most bytes that it held since the last call, by kind."""
-
-    at_owners: OwnerSums
-    """Sums and momenta of matrices whose gradients are reduced straight to their owners."""
-
-    def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """Bytes that it holds now, by kind (observe/memory.py)."""
-
-    before_reduce: Callable[[str, torch.Tensor], None] | None
+    before_reduce: Callable[[str, torch.Tensor], None] | None = None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
 
-    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make a chunk's parameters whole. Called by Megatron before a chunk's first forward (interleaved), and by
-        `begin_step` for every other schedule; a second call finds nothing to do."""
-
-    def no_sync_func(self) -> AbstractContextManager[None]:
-        """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
-        that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
-
-    grad_sync_func: GradSync
+    grad_sync_func: GradSync = None
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 
-    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
-
-    def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
-
-    def begin_step(self) -> None:
-        """Parameters are whole after this on every rank, and gradients empty."""
-
-    def gather(self) -> None:
-        """Parameters are whole after this on every rank (evaluation)."""
-
-    def gather_ahead(self) -> None:
-        """Start the collective that the next `gather` waits for, if the backend has one."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Context in which, between flushes, the chunks' parameters are whole plain tensors, for code that reads or
-        writes a model through its modules. Writes take effect when they are copied into `state` and adopted."""
-
-    def set_last_flush(self, last: bool) -> None:
-        """Whether the next flush is the step's last, the one whose last backward reduces."""
-
-    can_defer: bool
+    can_defer = True
     """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last
     flush of every call of `forward_backward` is a last one, and reductions add up."""
 
-    def resume_accumulation(self) -> None:
-        """Reopen a step after its last flush; later flushes add to its gradients."""
-
-    def finish_reduction(self) -> None:
-        """After the step's flushes, reduce the gradients that no last backward has reduced, then sum over tp and over
-        the two copies of a tied embedding."""
-
-    def shards(self) -> Iterator[GradShard]:
-        """This rank's parts of the reduced gradient, after `finish_reduction`; of matrices that are reduced to their
-        owners, what this rank keeps."""
-
-    def own_shards(self) -> Iterator[GradShard]:
-        """The gradients that the optimizer reads in `step`, in which updates of matrices are put."""
-
-    def step(self) -> None:
-        """Run the optimizer on the gradients as they are now."""
-
-    def copy_gradients(self) -> Callable[[], None]:
-        """Copy the reduced gradients. Returns a function that passes the copy to the optimizer, also after `step`."""
-
-    def discard(self) -> None:
-        """Drop the gradients of this step, leaving weights and optimizer state as they were."""
-
-    def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights, frozen ones too, and optimizer state, momenta at owners included."""
-
-    def own_state(self) -> Iterator[StatePiece]:
-        """`state` without momenta at owners."""
-
-    def adopt_state(self, num_steps: int) -> None:
-        """Make the contents of `state` the model after `num_steps` optimizer steps."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups, for the learning-rate schedule."""
-
-
-def sums_of(param: torch.nn.Parameter, grad: torch.Tensor | None, sums: AnyOrder) -> list[torch.Tensor]:
-    """This rank's sums of a parameter's gradients that are about to cross ranks: `grad` and the others."""
-    return [each for each in (grad, *sums.others(param)) if each is not None]
-
-
-def copied_gradients(backend: ShardingBackend) -> Callable[[], None]:
-    """`copy_gradients` of a backend whose gradients stay where they are through the optimizer's step."""
-    grads = [shard.grad for shard in backend.shards()]
-    copies = [grad.clone() for grad in grads]
-
-    def give_back() -> None:
-        for grad, copy in zip(grads, copies, strict=True):
-            grad.copy_(copy)
-
-    return give_back
-
-
-class ReducedSoFar:
-    """Reduced gradients that were set aside, because more of them comes: a copy of each shard."""
-
-    def __init__(self) -> None:
-        self._shards: list[torch.Tensor] = []
-
-    def clear(self) -> None:
-        self._shards = []
-
-    def add(self, backend: ShardingBackend) -> None:
-        """Add the kept gradients to the backend's reduced gradients, and keep a copy of the sums."""
-        self.give_back(backend)
-        self._shards = [shard.grad.clone() for shard in backend.shards()]
-
-    def give_back(self, backend: ShardingBackend) -> None:
-        """Add the kept gradients to the backend's reduced gradients, and drop them."""
-        if self._shards:
-            for shard, kept in zip(backend.shards(), self._shards, strict=True):
-                shard.grad.add_(kept)
-            self.clear()
-
-
-class Backend:
-    """The common part of all backends: one that gathers nothing ahead, and whose gradients stay where they are."""
-
-    grad_sync_func: GradSync = None
-    can_defer = True
-    loss_scale = 1.0
-    before_reduce: Callable[[str, torch.Tensor], None] | None = None
-    matrices: MatrixUpdates | None = None
-    sums: AnyOrder = AnyOrder()
-
-    def __init__(self, groups: Groups, chunks: list[torch.nn.Module]):
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module]):
         self.memory = HighWater()
+        """The most bytes that it held since the last call, by kind."""
+        self.sums: AnyOrder = MicrobatchSums.from_plan(plan, groups)
+        """Sums of micro-batches' gradients. Sums in one order track the running micro-batch and keep waiting sums."""
         self._groups, self._chunks = groups, chunks
+        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
+        self._has_tied = any(names.is_tied(param) for chunk in chunks for param in chunk.parameters())
         self._last_flush = True
         self.at_owners = OwnerSums(groups)
-
-    def own_shards(self) -> Iterator[GradShard]:
-        """This backend's parts of the gradient."""
-        raise NotImplementedError
-
-    def own_state(self) -> Iterator[StatePiece]:
-        """This backend's parts of weights and optimizer state."""
-        raise NotImplementedError
-
-    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        """This backend's tensors, by kind."""
-        raise NotImplementedError
-
-    def shards(self) -> Iterator[GradShard]:
-        yield from (shard for shard in self.own_shards() if not self.at_owners.takes(shard.param))
-        for name, owned in self.at_owners.owned.items():
-            assert owned.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, owned.param, owned.grad, 0)
-
-    def state(self) -> Iterator[StatePiece]:
-        yield from self.own_state()
-        for name, owned in self.at_owners.owned.items():
-            yield StatePiece(name, owned.param, 0, {"momentum_buffer": owned.momentum})
+        """Sums and momenta of matrices whose gradients are reduced straight to their owners."""
 
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """Bytes that it holds now, by kind (observe/memory.py)."""
         held, owned = self.own_tensors(), self.at_owners.owned.values()
         for kind, more in (("optimizer", [o.momentum for o in owned]), ("gradients_shard", [o.grad for o in owned])):
             if found := [each for each in more if each is not None]:
                 held[kind] = [*held.get(kind, ()), *found]
         return held
 
-    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Nothing to do: parameters are whole, or a module's forward gathers them."""
+    @abstractmethod
+    def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
+        """`tensors` without those at owners."""
 
-    def gather(self) -> None:
-        """Nothing to do, as for `param_sync_func`."""
+    # --- Megatron's five hooks ---
 
-    def gather_ahead(self) -> None:
-        """Nothing to do."""
+    def param_sync_func(self, params: Iterable[torch.nn.Parameter]) -> None:  # noqa: B027 - nothing to do
+        """Make a chunk's parameters whole, if no module's forward does. Called by Megatron before a chunk's first
+        forward (interleaved), and by `begin_step` for every other schedule; a second call finds nothing to do."""
+
+    @abstractmethod
+    def no_sync_func(self) -> AbstractContextManager[None]:
+        """Around all but a chunk's last backward: gradients are only added up on this rank. Outside it, every gradient
+        that arrives is final. It is entered and left once per chunk, or, under a split backward, around each action."""
+
+    @abstractmethod
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
+        """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
         return loss * self.loss_scale
 
+    # --- the step ---
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Parameters are whole after this on every rank, and gradients empty."""
+
+    def gather(self) -> None:  # noqa: B027
+        """Parameters are whole after this on every rank (evaluation), or a module's forward gathers them."""
+
+    def gather_ahead(self) -> None:  # noqa: B027
+        """Start the collective that the next `gather` waits for, if the backend has one."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Context in which, between flushes, the chunks' parameters are whole plain tensors, for code that reads or
+        writes a model through its modules. Writes take effect when they are copied into `state` and adopted."""
+        return nullcontext()
+
     def set_last_flush(self, last: bool) -> None:
+        """Whether the next flush is the step's last, the one whose last backward reduces."""
         self._last_flush = last
 
+    @abstractmethod
+    def resume_accumulation(self) -> None:
+        """Reopen a step after its last flush; later flushes add to its gradients."""
+
+    def finish_reduction(self) -> None:
+        """After the step's flushes, reduce the gradients that no last backward has reduced, then sum over tp and over
+        the two copies of a tied embedding."""
+        self._sum_the_rest()
+
+    def _sum_the_rest(self) -> None:
+        """Make the sums that no data-parallel reduction makes. Every backend cuts the copies of an embedding alike."""
+        sum_over_tp(self, self._groups)
+        if self._has_tied:
+            sum_tied_copies(self, self._groups)
+
+    def shards(self) -> Iterator[GradShard]:
+        """This rank's parts of the reduced gradient, after `finish_reduction`; of matrices that are reduced to their
+        owners, what this rank keeps."""
+        yield from (shard for shard in self.own_shards() if not self.at_owners.takes(shard.param))
+        for name, owned in self.at_owners.owned.items():
+            assert owned.grad is not None, f"{name} has no gradient"
+            yield GradShard(name, owned.param, owned.grad, 0)
+
+    @abstractmethod
+    def own_shards(self) -> Iterator[GradShard]:
+        """The gradients that the optimizer reads in `step`, in which updates of matrices are put."""
+
+    def step(self) -> None:
+        """Run the optimizer on the gradients as they are now."""
+        self.optimizer.step()
+
     def copy_gradients(self) -> Callable[[], None]:
-        return copied_gradients(self)  # type: ignore[arg-type]
+        """Copy the reduced gradients. Returns a function that passes the copy to the optimizer, also after `step`."""
+        grads = [shard.grad for shard in self.shards()]
+        copies = [grad.clone() for grad in grads]
+
+        def give_back() -> None:
+            for grad, copy in zip(grads, copies, strict=True):
+                grad.copy_(copy)
+
+        return give_back
+
+    def discard(self) -> None:
+        """Drop the gradients of this step, leaving weights and optimizer state as they were."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> Iterator[StatePiece]:
+        """This rank's parts of weights, frozen ones too, and optimizer state, momenta at owners included."""
+        yield from self.own_state()
+        for name, owned in self.at_owners.owned.items():
+            yield StatePiece(name, owned.param, 0, {"momentum_buffer": owned.momentum})
+
+    @abstractmethod
+    def own_state(self) -> Iterator[StatePiece]:
+        """`state` without momenta at owners."""
+
+    @abstractmethod
+    def adopt_state(self, num_steps: int) -> None:
+        """Make the contents of `state` the model after `num_steps` optimizer steps."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, for the learning-rate schedule."""
+        return cast("list[dict[str, Any]]", self.optimizer.param_groups)
+
+    def _show(self, name: str, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Show this rank's sums of a parameter's gradients, which are about to cross ranks: `grad` and the others."""
+        if self.before_reduce is not None:
+            for each in (grad, *self.sums.others(param)):
+                if each is not None:
+                    self.before_reduce(name, each)
 
 
-class UnshardedBackend(Backend):
-    """The common part of backends whose parameters and unreduced gradients are whole on each rank (DDP, Megatron).
+class AccumulatingBackend(ShardingBackend):
+    """The common part of backends whose gradients are whole on each rank until a chunk's last backward reduces them.
 
     A backend brings `begin_accumulation`, and `_reduce`: all that no last backward has reduced.
     """
 
-    def __init__(self, groups: Groups, chunks: list[torch.nn.Module]):
-        super().__init__(groups, chunks)
-        self._reduced = False
-        self._kept = ReducedSoFar()
+    def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module]):
+        super().__init__(plan, groups, chunks)
+        self._reduced = self._syncing = False
+        self._kept: list[torch.Tensor] = []
+        """Reduced gradients, a copy of each shard, that were set aside because more of them comes."""
 
-    def _reduce(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _reduce(self) -> None: ...
 
+    @abstractmethod
     def begin_accumulation(self) -> None:
         """Empty the gradients for the next flushes."""
-        raise NotImplementedError
 
-    def whole(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def _set_syncing(self, syncing: bool) -> None:
+        """Say whether gradients that come now are final."""
+        self._syncing = syncing
+
+    @contextmanager
+    def no_sync_func(self) -> Iterator[None]:
+        """Gradients of the backwards inside stay on this rank; those after it are final in the step's last flush."""
+        self._set_syncing(False)
+        try:
+            yield
+        finally:
+            self._set_syncing(self._last_flush)
+
+    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
+        self._set_syncing(False)
+        if self._last_flush:
+            self._reduce()
 
     def begin_step(self) -> None:
-        self._kept.clear()
+        self._kept = []
         self.begin_accumulation()
 
     def resume_accumulation(self) -> None:
-        self._reduce()
-        self._kept.add(self)  # type: ignore[arg-type]
+        self._reduce_whole_step()
+        self._kept = [shard.grad.clone() for shard in self.shards()]
         self.begin_accumulation()
 
     def finish_reduction(self) -> None:
-        """Both cut the two copies of a tied embedding alike (Megatron gives it a bucket of its own)."""
+        self._reduce_whole_step()
+        self._sum_the_rest()
+
+    def _reduce_whole_step(self) -> None:
+        """Reduce what is left, and add what was set aside."""
         self._reduce()
-        self._kept.give_back(self)  # type: ignore[arg-type]
-        sum_over_tp(self, self._groups)  # type: ignore[arg-type]
-        sum_tied_copies(self, self._groups)  # type: ignore[arg-type]
+        kept, self._kept = self._kept, []
+        for shard, grad in zip(self.shards(), kept, strict=True) if kept else ():
+            shard.grad.add_(grad)
 
 
 def measure_memory(backend: ShardingBackend) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
-from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
+from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DdpBackend(UnshardedBackend):
+class DdpBackend(AccumulatingBackend):
     """Fills Megatron's five hooks for one torch DDP per chunk.
 
     The schedules call the bare chunks; DDP contributes its reducer, which learns before a chunk's last backward that
@@ -40,8 +40,8 @@ class DdpBackend(UnshardedBackend):
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        super().__init__(groups, chunks)
-        self._optimizer = optimizer
+        super().__init__(plan, groups, chunks)
+        self.optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
         """FP32 master weight of each 16-bit parameter that is trained."""
@@ -55,7 +55,6 @@ class DdpBackend(UnshardedBackend):
             for chunk in chunks
         ]
         self._ddp = [ddp for ddps in self._of_chunk for ddp in ddps]
-        self.sums = MicrobatchSums.from_plan(plan, groups)
         # An average over the ranks of experts would be another than that of the rest.
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
         self._fp32_sums = Fp32Sums(self._compute_params(), chunks)
@@ -71,7 +70,6 @@ class DdpBackend(UnshardedBackend):
             reduce = by_collective if order is None else partial(all_reduce_in_one_order, order, self.sums)
             ddp.register_comm_hook((number, ranks, reduce), self._show_and_reduce)
         self.reduction_divisor = 1 if sums else groups.dp_cp.size()
-        self._syncing = False
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
         self._open: list[DistributedDataParallel] = []
@@ -124,11 +122,8 @@ class DdpBackend(UnshardedBackend):
         """Gradients of the backwards inside stay on this rank. It may be entered again for another chunk: the final
         gradients of one are all there then, but for those of experts that saw no token."""
         self._close()
-        self._syncing = False
-        try:
+        with super().no_sync_func():
             yield
-        finally:
-            self._syncing = self._last_flush
 
     def _before_gradient(
         self, ddps: list[DistributedDataParallel], param: torch.nn.Parameter, grad: torch.Tensor
@@ -192,11 +187,6 @@ class DdpBackend(UnshardedBackend):
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(param) for param in missing])
 
-    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        self._syncing = False
-        if self._last_flush:
-            self._reduce()
-
     def _reduce(self) -> None:
         """All-reduce gradients that are not reduced yet. DDP waits for it here, so the last flush does it."""
         if self._reduced:
@@ -216,8 +206,7 @@ class DdpBackend(UnshardedBackend):
         self._buckets[number, bucket.index()] = bucket.buffer()
         if self.before_reduce is not None:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                for each in sums_of(param, grad, self.sums):
-                    self.before_reduce(self._names[id(param)], each)
+                self._show(self._names[id(param)], param, grad)
         return reduce(group, bucket)
 
     def begin_accumulation(self) -> None:
@@ -225,7 +214,7 @@ class DdpBackend(UnshardedBackend):
         self._open = []
         self._arrived.clear()
         self.sums.clear()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self._fp32_sums.begin_apart()
 
     def own_shards(self) -> Iterator[GradShard]:
@@ -237,7 +226,7 @@ class DdpBackend(UnshardedBackend):
             yield GradShard(name, param, param.grad.view(-1), 0, names.dp_group(param, self._groups).rank())
 
     def step(self) -> None:
-        self._optimizer.step()
+        super().step()
         self._round_masters()
 
     @torch.no_grad()
@@ -246,19 +235,16 @@ class DdpBackend(UnshardedBackend):
         for param in self._compute_params():
             param.copy_(self._masters[id(param)])
 
-    def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             if param.requires_grad:
                 replica = names.dp_group(param, self._groups).rank()
-                views = adam.adam_views(self._optimizer, param, adam.moments(param))
+                views = adam.adam_views(self.optimizer, param, adam.moments(param))
                 yield StatePiece(name, param, 0, views, replica)
         yield from whole_frozen_pieces(self._chunks, self._groups)
 
     def adopt_state(self, num_steps: int) -> None:
-        adam.set_adam_step(self._optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
+        adam.set_adam_step(self.optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)
         self._round_masters()
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
@@ -269,12 +255,8 @@ class DdpBackend(UnshardedBackend):
         return {
             "parameters_whole": params,
             "gradients_whole": [*grads, *self._buckets.values()],
-            "optimizer": [*self._masters.values(), *adam.optimizer_tensors(self._optimizer)],
+            "optimizer": [*self._masters.values(), *adam.optimizer_tensors(self.optimizer)],
         }
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
 
 
 def _group(owner: torch.nn.Module, groups: Groups) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -21,21 +21,12 @@ from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import (
-    Backend,
-    GradShard,
-    ReducedSoFar,
-    StatePiece,
-    copied_gradients,
-    sums_of,
-    whole_frozen_pieces,
-)
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
-from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
-from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
+from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
 
 if TYPE_CHECKING:
@@ -43,7 +34,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class DeepSpeedBackend(Backend):
+class DeepSpeedBackend(AccumulatingBackend):
     """Fills Megatron's five hooks for a DeepSpeed engine over all of this rank's chunks.
 
     optimizer: a torch optimizer over the chunks' parameters (unsharded); DeepSpeed replaces them by its partitions.
@@ -51,8 +42,7 @@ class DeepSpeedBackend(Backend):
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        super().__init__(groups, chunks)
-        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
+        super().__init__(plan, groups, chunks)
         own_ranks = experts.assign_groups(groups, chunks)
         _mark_model_parallel(chunks, groups)
         separate_tied_copies(optimizer)
@@ -72,15 +62,14 @@ class DeepSpeedBackend(Backend):
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, mpu=Mpu(groups), dist_init_required=False
         )
+        self.optimizer = self.engine.optimizer
         self._all_params = list(model.parameters())
-        self.sums = MicrobatchSums.from_plan(plan, groups)
         if self.sums.in_one_order and plan.layout.ep > 1:
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._turns = ExpertTurns.from_plan(plan, chunks, self._hand_over)
-        self._syncing = self._reducing = False
-        self._kept = ReducedSoFar()
+        self._reducing = False
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
         self._accumulate_in = accumulate_in
@@ -113,15 +102,6 @@ class DeepSpeedBackend(Backend):
         """All-gather a chunk's parameters over the data-parallel ranks, those that are not whole yet."""
         self.driver.gather(list(params))
 
-    @contextmanager
-    def no_sync_func(self) -> Iterator[None]:
-        """Gradients of the backwards inside stay on this rank; the first backward after it reduces."""
-        self._set_syncing(False)
-        try:
-            yield
-        finally:
-            self._set_syncing(self._last_flush)
-
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         """A flush is over: gradients that come now are not final."""
         self._set_syncing(False)
@@ -130,9 +110,8 @@ class DeepSpeedBackend(Backend):
 
     def begin_step(self) -> None:
         self.gather()
-        self._kept.clear()
         self._cold.begin_step()
-        self.begin_accumulation()
+        super().begin_step()
 
     def begin_accumulation(self) -> None:
         self._set_syncing(False)
@@ -145,17 +124,9 @@ class DeepSpeedBackend(Backend):
         if self.fp32_sums is not None:
             self.fp32_sums.begin()
 
-    def resume_accumulation(self) -> None:
-        self._reduce()
-        self._kept.add(self)
-        self.begin_accumulation()
-
     def finish_reduction(self) -> None:
-        """Reduce what is left, then the sums that no data-parallel reduction makes."""
         self._cold.end_step()
-        self._reduce()
-        self._kept.give_back(self)
-        self._sum_the_rest()
+        super().finish_reduction()
 
     def _reduce(self) -> None:
         self._reduce_rest()
@@ -189,7 +160,7 @@ class DeepSpeedBackend(Backend):
         self._updates.done += 1
 
     def copy_gradients(self) -> Callable[[], None]:
-        give_lists, give_back = zero12.keep_gradient_lists(self.driver), copied_gradients(self)
+        give_lists, give_back = zero12.keep_gradient_lists(self.driver), super().copy_gradients()
 
         def give() -> None:
             give_lists()
@@ -215,10 +186,6 @@ class DeepSpeedBackend(Backend):
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return cast("list[dict[str, Any]]", self.engine.optimizer.param_groups)
-
     # --- gradients ---
 
     def _looks_at_each_microbatch(self, plan: Plan) -> bool:
@@ -226,9 +193,8 @@ class DeepSpeedBackend(Backend):
         return self.sums.in_one_order or plan.config.sharding.cold_expert_offload
 
     def _set_syncing(self, syncing: bool) -> None:
-        """Say whether gradients that come now are final. Autograd is to call for each of them only while they are, and
-        not for every parameter in every backward."""
-        self._syncing = syncing
+        """Have autograd call for a gradient only while it is final, and not for every parameter in every backward."""
+        super()._set_syncing(syncing)
         if not self._hears_each and syncing != bool(self._hooks):
             if syncing:
                 self._listen()
@@ -238,12 +204,6 @@ class DeepSpeedBackend(Backend):
 
     def _listen(self) -> None:
         self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
-
-    def _sum_the_rest(self) -> None:
-        """Sum gradients over tp and over tied copies. The tied copies are cut alike (`separate_tied_copies`)."""
-        sum_over_tp(self, self._groups)
-        if any(names.is_tied(param) for param in self._all_params):
-            sum_tied_copies(self, self._groups)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._cold.params:
@@ -264,18 +224,12 @@ class DeepSpeedBackend(Backend):
         self.sums.give_back(param)
         if param.grad is None:
             param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
-        self._look_at(param)
+        self._show(self._names[id(param)], param, param.grad)
         if self.at_owners.takes(param):
             self.at_owners.add(param, param.grad)
             param.grad = None
         else:
             self.driver.reduce(param)
-
-    def _look_at(self, param: torch.nn.Parameter) -> None:
-        if (look := self.before_reduce) is not None:
-            name = self._names[id(param)]
-            for grad in sums_of(param, param.grad, self.sums):
-                look(name, grad)
 
     def _reduce_rest(self) -> None:
         """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it

@@ -23,10 +23,10 @@ from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim import owners
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import Backend, GradShard, StatePiece, sums_of
+from megaaccum.sharding.base import GradShard, ShardingBackend, StatePiece
 from megaaccum.sharding.expert_turns import before_experts
 from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
-from megaaccum.sharding.reduction import fill, sum_over_tp, sum_tied_copies
+from megaaccum.sharding.reduction import fill
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, fsdp2, pytorch
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class Fsdp2Backend(Backend):
+class Fsdp2Backend(ShardingBackend):
     """Fills Megatron's five hooks for one fully sharded module per chunk; each layer is a unit, the rest is another.
 
     optimizer: a torch optimizer over the chunks' parameters; its groups are given the shards in place of them.
@@ -45,9 +45,9 @@ class Fsdp2Backend(Backend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         _check_torch()
-        super().__init__(groups, chunks)
+        super().__init__(plan, groups, chunks)
         sharding = plan.config.sharding
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._streaming = sharding.sync == "streaming"
         self._splits = plan.layout.splits_backward
         self._waiting: list[FSDPModule] = []
@@ -58,7 +58,6 @@ class Fsdp2Backend(Backend):
         if own_ranks or plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp:  # making groups is collective
             among = groups.expert_dp
             self._expert_mesh = process_groups.replica_mesh(groups, among, sharding.data_parallel_replicas)
-        self.sums = MicrobatchSums.from_plan(plan, groups)
         # Expert and dense groups differ in size, and averages would divide by different numbers: both sum instead.
         self._adds = self.sums.in_one_order or own_ranks
         self.reduction_divisor = 1 if self._adds else groups.dp_cp.size()
@@ -88,7 +87,7 @@ class Fsdp2Backend(Backend):
         self._weight_grads = [fsdp2.UnitWeightGrads(each, hooked=hooked, before_experts=before) for each in chunks]
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
-            fsdp2.before_reduce(chunk, self._show)
+            fsdp2.before_reduce(chunk, self._show_held)
             if self.sums.in_one_order:
                 fsdp2.complete_before_reduction(chunk, self._rest_of)
         for group in optimizer.param_groups:
@@ -167,11 +166,8 @@ class Fsdp2Backend(Backend):
             grad, param.grad = param.grad, None
             self._of_i.setdefault((chunk, self.sums.of_backward), []).append((held, grad))
 
-    def _show(self, held: Any, grad: torch.Tensor) -> None:
-        """Show a whole gradient that is about to be reduced."""
-        if self.before_reduce is not None:
-            for each in sums_of(held._unsharded_param, grad, self.sums):
-                self.before_reduce(self._names[id(held.sharded_param)], each)
+    def _show_held(self, held: Any, grad: torch.Tensor) -> None:
+        self._show(self._names[id(held.sharded_param)], held._unsharded_param, grad)
 
     @property
     def _roots(self) -> list[FSDPModule]:
@@ -224,7 +220,7 @@ class Fsdp2Backend(Backend):
     # --- the step ---
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self.sums.clear()
         self.at_owners.begin()
         self._of_i.clear()
@@ -234,8 +230,7 @@ class Fsdp2Backend(Backend):
 
     def finish_reduction(self) -> None:
         self.at_owners.finish()
-        sum_over_tp(self, self._groups)
-        sum_tied_copies(self, self._groups)
+        self._sum_the_rest()
 
     def resume_accumulation(self) -> None:
         """Keep the reduced gradients in the shards; further reductions add to them."""
@@ -279,37 +274,27 @@ class Fsdp2Backend(Backend):
             assert param.grad is not None, f"{name} has no gradient"
             yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param), _replica(param))
 
-    def step(self) -> None:
-        self._optimizer.step()
-
-    def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param}
             if param.requires_grad:
-                tensors |= adam.state_of(self._optimizer, param, adam.moments(param))
+                tensors |= adam.state_of(self.optimizer, param, adam.moments(param))
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, fsdp2.first_element(param), views, _replica(param))
 
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
-        adam.set_adam_step(self._optimizer, trained, num_steps)
+        adam.set_adam_step(self.optimizer, trained, num_steps)
         for unit in self._units():
             unit.reshard()  # what is gathered is of before; a module's own parameters alone
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
-        held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self._optimizer)}
+        held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self.optimizer)}
         kept = [grad for grads in self._of_i.values() for _, grad in grads]
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
         partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
         held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
         return held
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
 
 
 def _replica(param: torch.nn.Parameter) -> int:

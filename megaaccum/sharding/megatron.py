@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,10 @@ from megaaccum.model import names
 from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import GradShard, StatePiece, UnshardedBackend, sums_of, whole_frozen_pieces
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
-from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
+from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import megatron, pytorch
 
 if TYPE_CHECKING:
@@ -34,14 +33,12 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
 
 
-class MegatronBackend(UnshardedBackend):
-    """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks.
+class MegatronBackend(AccumulatingBackend):
+    """Fills Megatron's five hooks for one Megatron DDP per chunk; the schedules call the bare chunks. Its reduction is
+    a sum where the loss is per token, as its configuration says here.
 
     optimizer: a torch optimizer over the chunks' parameters, whose groups Megatron fills with this rank's shares.
     """
-
-    reduction_divisor = 1
-    """Megatron sums where the loss is per token, as its configuration says here."""
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         if not isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer):
@@ -49,10 +46,8 @@ class MegatronBackend(UnshardedBackend):
                 f"backend megatron shards the state of Adam, not of {type(optimizer).__name__}: use torch.optim.AdamW,"
                 " or set backend to deepspeed, fsdp2 or ddp"
             )
-        super().__init__(groups, chunks)
-        self._names = {id(param): name for name, param in names.named_parameters(chunks)}
+        super().__init__(plan, groups, chunks)
         sharding = plan.config.sharding
-        self.sums = MicrobatchSums.from_plan(plan, groups)
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         megatron.reduce_scatter(self._reduce_to_owners if at_owners else None)
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
@@ -84,10 +79,10 @@ class MegatronBackend(UnshardedBackend):
         """The bucket group of each parameter."""
         self._missing: Counter[Any] = Counter()
         """How many parameters of a bucket group have a gradient to come."""
-        self._splits, self._syncing = plan.layout.splits_backward, False
+        self._splits = plan.layout.splits_backward
         self._turns = ExpertTurns.from_plan(plan, chunks, self.complete)
         for ddp in self._ddp:
-            megatron.before_reduce(ddp, self._show)
+            megatron.before_reduce(ddp, self._show_main_grad)
             megatron.when_added(ddp, self._added)
 
     @staticmethod
@@ -119,16 +114,7 @@ class MegatronBackend(UnshardedBackend):
             full_param_layout=layout,
         )
 
-    # --- Megatron's five hooks ---
-
-    @contextmanager
-    def no_sync_func(self) -> Iterator[None]:
-        """Gradients of the backwards inside stay on this rank."""
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = self._last_flush
+    # --- gradients ---
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add a gradient that a W has computed to Megatron's buffer: autograd, which calls the hooks on a weight, would
@@ -179,20 +165,12 @@ class MegatronBackend(UnshardedBackend):
         params = megatron.params_of(self._ddp, flat)
         return others_like(flat, params, [param.main_grad for param in params], self.sums)  # type: ignore[attr-defined]
 
-    def _show(self, param: torch.nn.Parameter) -> None:
-        """Show a whole gradient that is about to be reduced."""
-        if self.before_reduce is not None:
-            for grad in sums_of(param, param.main_grad, self.sums):  # type: ignore[attr-defined]
-                self.before_reduce(self._names[id(param)], grad)
+    def _show_main_grad(self, param: torch.nn.Parameter) -> None:
+        self._show(self._names[id(param)], param, param.main_grad)  # type: ignore[attr-defined]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""
         self.sums.accept(param)
-
-    def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        self._syncing = False
-        if self._last_flush:
-            self._reduce()
 
     def _reduce(self) -> None:
         """Finish the reduction that a last backward began, or make all of it now."""
@@ -227,10 +205,6 @@ class MegatronBackend(UnshardedBackend):
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
 
-    def step(self) -> None:
-        """Megatron's step on this rank's share, then its all-gather of the new weights."""
-        self.optimizer.step()
-
     def discard(self) -> None:
         """Nothing to do: the next step empties the buffers."""
 
@@ -251,7 +225,3 @@ class MegatronBackend(UnshardedBackend):
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [param for ddp in self._ddp for param in ddp.module.parameters() if param.requires_grad]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return cast("list[dict[str, Any]]", self.optimizer.param_groups)

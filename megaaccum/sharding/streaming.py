@@ -209,7 +209,7 @@ class StreamingBackend(DeepSpeedBackend):
 
     def _reduce_now(self, params: list[torch.nn.Parameter]) -> None:
         for param in params:
-            self._look_at(param)
+            self._show(self._names[id(param)], param, param.grad)
         if params:
             if self.sums.in_one_order:
                 self._reducer.wait()  # the unit before has then become sums of shards

@@ -59,7 +59,7 @@ def decay_in_the_gradient(plan: Plan) -> Iterator[None]:
 def count_moves_twice(plan: Plan) -> Iterator[None]:
     def step(original: Any, self: DdpBackend) -> None:
         original(self)
-        for state in self._optimizer.state.values():
+        for state in self.optimizer.state.values():
             state["step"] += 1
 
     with wrapped(DdpBackend, "step", step):

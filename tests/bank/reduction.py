@@ -218,7 +218,7 @@ def tied_shards_not_summed(plan: Plan) -> Iterator[None]:
 
     with (
         replaced(deepspeed, "separate_tied_copies", lambda optimizer: None),
-        replaced(deepspeed, "sum_tied_copies", add_what_is_held),
+        replaced(base, "sum_tied_copies", add_what_is_held),
     ):
         yield
 
