@@ -1,9 +1,9 @@
-"""A dozen cells of the fuzz that are not among those of tests/multiproc/test_fuzz.py."""
+"""Sixteen cells of the fuzz that are not among those of tests/multiproc/test_fuzz.py."""
 
 from __future__ import annotations
 
 from tests.multiproc.test_fuzz import problems_of_cells
 
 
-def test_a_dozen_cells():
-    assert problems_of_cells(6, 12) == []
+def test_sixteen_cells():
+    assert problems_of_cells(2, 16) == []

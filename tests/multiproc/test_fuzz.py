@@ -1,4 +1,4 @@
-"""Six cells of the fuzz (python -m benchmarks fuzz), and that it sees what is wrong; tests/long has a dozen more."""
+"""Two cells of the fuzz (python -m benchmarks fuzz), and that it sees what is wrong; tests/long has sixteen more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def problems_of_cells(first: int, count: int) -> list[str]:
     return [f"{cell}: {found}" for cell, found in zip(cells, fuzz.check(cells), strict=True) if found]
 
 
-def test_six_cells():
-    assert problems_of_cells(0, 6) == []
+def test_two_cells():
+    assert problems_of_cells(0, 2) == []
 
 
 def with_an_empty_stage(lane: str, **keys: str) -> Cell:
