@@ -141,7 +141,7 @@ class ShardingBackend(ABC):
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
-        return loss * self.loss_scale
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     # --- the step ---
 
