@@ -18,6 +18,9 @@ from megaaccum.schedule.registry import BUILT_IN, is_v_shaped
 
 LARGEST_MICRO_BATCH = 64
 """Sequences of a micro-batch beyond which no layout is looked at."""
+MOST_CHUNKS = 24
+"""Model chunks per rank beyond which no layout is looked at unless vpp is given: the most of a published run
+(Qwen3-30B-A3B on H100, NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md, 25.11)."""
 AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
 """Axes that --fix and --why-not may name."""
 
@@ -150,7 +153,8 @@ class Candidates:
         """(schedule, vpp) of a pipeline: those that the configuration can name and whose stages balance."""
         for name in schedules():
             for vpp in _chunk_counts(self.model.num_layers, pp, name):
-                if self.limits.allows("schedule", name) and self.limits.allows("vpp", vpp):
+                usual = vpp <= MOST_CHUNKS or "vpp" in self.limits.fixed
+                if usual and self.limits.allows("schedule", name) and self.limits.allows("vpp", vpp):
                     yield name, vpp
 
     def _batches(self, dp: int, pp: int, name: str) -> Iterator[dict[str, int]]:

@@ -90,6 +90,15 @@ def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -
     assert path.read_text(encoding="utf-8").startswith("# the fourth\n")
 
 
+def test_more_chunks_than_anybody_runs_are_looked_at_if_they_are_asked_for() -> None:
+    deep = workload(num_layers=80)
+    limits = dict(pp=2, tp=8, cp=1, schedule="interleaved")
+    found = search(deep, Limits(fixed=limits))
+    assert max(found.name_of(index)["vpp"] for index in range(len(found))) == 20
+    asked = search(deep, Limits(fixed=limits | {"vpp": 40}))
+    assert {asked.name_of(index)["vpp"] for index in range(len(asked))} == {40}
+
+
 def test_what_the_file_said_of_the_layout_is_set_aside() -> None:
     found = search(workload(tensor_model_parallel_size=2, recompute_granularity="full", pp_microbatches=4))
     assert {found.name_of(i)["tp"] for i in range(len(found))} > {1, 2}
