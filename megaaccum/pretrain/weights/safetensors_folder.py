@@ -116,7 +116,7 @@ def _index(folder: Path) -> Mapping[str, str]:
         return {}
     try:
         listed = parse_json(read_text(path))["weight_map"]
-        if not listed or any(Path(file).name != file for file in listed.values()):
+        if not listed or any(Path(file).name != file or not 0 < len(file.encode()) < 256 for file in listed.values()):
             raise ValueError("it names files that are not in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error}") from error
