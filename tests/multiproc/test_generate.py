@@ -1,0 +1,68 @@
+"""`megaaccum generate` draws the same tokens under every layout, on every rank: those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaaccum.lab.verification.testing import run_ranks
+from tests.support.chats import write_tokenizer
+
+GREEDY, DRAWN = (0.0, 0, 1.0), (1.5, 20, 0.95)
+PROMPTS = ["ab", "c a b"]
+PP = "--pipeline_model_parallel_size 2 "
+LAYOUTS = {
+    "tp": (2, "--tensor_model_parallel_size 2 --sequence_parallel true"),
+    "a V": (2, PP + "--schedule zbv"),
+    "experts": (2, "--expert_model_parallel_size 2"),
+    "experts in a V": (4, PP + "--schedule dualpipev --expert_model_parallel_size 2"),
+    "experts cut over tp, interleaved": (
+        4,
+        PP + "--schedule interleaved --virtual_pipeline_model_parallel_size 2 --tensor_model_parallel_size 2"
+        " --sequence_parallel true --expert_tensor_parallel_size 2",
+    ),
+}
+
+
+Texts = list[tuple[str, str]]
+"""(prompt, continuation)"""
+
+
+def texts(folder: Path, words: str, world_size: int, draw: tuple[float, int, float]) -> Texts:
+    """The texts of a layout, on this rank."""
+    from megaaccum.pretrain.training.generate import Generation, generate
+    from megaaccum.pretrain.training.sampling import Draw
+
+    wanted = Generation(folder, PROMPTS, 8, [*words.split(), "--seed", "7"])
+    return list(generate(wanted, Draw(*draw), world_size))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    transformers = pytest.importorskip("transformers", reason="not installed: transformers")
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        initializer_range=0.2,
+    )  # fmt: skip
+    where = tmp_path_factory.mktemp("model")
+    transformers.MixtralForCausalLM(config).save_pretrained(where)
+    return write_tokenizer(where)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[tuple[float, int, float], Texts]:
+    return {draw: run_ranks(texts, 1, folder, "", 1, draw, init=False)[0] for draw in (GREEDY, DRAWN)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_continues_as_one_process_does(
+    name: str, folder: Path, alone: dict[tuple[float, int, float], Texts]
+) -> None:
+    ranks, words = LAYOUTS[name]
+    assert alone[GREEDY] != alone[DRAWN] and all(text for each in alone.values() for _, text in each)
+    for draw in (GREEDY, DRAWN) if name == "tp" else (DRAWN,):
+        assert run_ranks(texts, ranks, folder, words, ranks, draw, init=False) == [alone[draw]] * ranks
