@@ -5,7 +5,8 @@
 | `base` | a backend: Megatron's five hooks, and what the step asks |
 | `deepspeed`, `streaming` | ZeRO-1, -2, -3 `resident`; ZeRO-3 `streaming` |
 | `fsdp2`, `megatron`, `ddp` | the other engines |
-| `experts`, `expert_turns`, `cold_experts` | ranks of experts, order of their reduction, their sums in host memory |
+| `experts`, `expert_turns`, `cold_experts` | ranks of experts, turns of their reduction, their sums in host memory |
+| `agreed_order` | reductions in one order on all ranks, whichever gradients come |
 | `reduction`, `fp32_sums` | sums over ranks; sums into FP32 on one rank |
 | `sum_tree`, `in_one_order` | sums in one order (`reproducible: layout`, `deterministic`) |
 | `ownership`, `owner_sums` | whole matrices on their owners (Muon), and the sums of their gradients there |

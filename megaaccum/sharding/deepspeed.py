@@ -21,6 +21,7 @@ from megaaccum.distributed.groups import Mpu
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
+from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.expert_turns import ExpertTurns
@@ -68,7 +69,8 @@ class DeepSpeedBackend(AccumulatingBackend):
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
-        self._turns = ExpertTurns.from_plan(plan, chunks, self._hand_over)
+        self._in_order = AgreedOrder(groups, self.driver.params, self._hand_over)
+        self._turns = ExpertTurns.from_plan(plan, chunks, self._in_order.add)
         self._reducing = False
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
@@ -117,6 +119,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         self._set_syncing(False)
         self._reducing = False
         self._turns.begin()
+        self._in_order.begin()
         self.sums.clear()
         self.at_owners.begin()
         for param in self.driver.params:
@@ -236,6 +239,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         did not use (their gradient may be all zero)."""
         for param in self.driver.params:
             self._turns.finish(param)
+        self._in_order.end()
 
 
 def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:

@@ -4,8 +4,7 @@ An expert may see no token on a rank, so that its gradient does not come there, 
 rank to rank. Reductions that began as gradients come would begin in different orders. A backward goes through layers
 from the last to the first, and through a layer's modules likewise: once a gradient of a parameter before a layer's
 experts has come (its norm, its attention), theirs have come or will not. The experts are reduced then, in the order of
-the model, with zeros for those that saw nothing. Dense parameters are used on all ranks or on none; theirs are reduced
-as they come.
+the model, with zeros for those that saw nothing. Dense parameters have their turn when they come (agreed_order).
 """
 
 from __future__ import annotations

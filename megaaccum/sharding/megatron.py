@@ -22,6 +22,7 @@ from megaaccum.model import names
 from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
+from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
@@ -80,7 +81,10 @@ class MegatronBackend(AccumulatingBackend):
         self._missing: Counter[Any] = Counter()
         """How many parameters of a bucket group have a gradient to come."""
         self._splits = plan.layout.splits_backward
-        self._turns = ExpertTurns.from_plan(plan, chunks, self.complete)
+        self._in_order = AgreedOrder(
+            groups, (each for each in self._trained() if id(each) in self._bucket), self.complete
+        )
+        self._turns = ExpertTurns.from_plan(plan, chunks, self._in_order.add)
         for ddp in self._ddp:
             megatron.before_reduce(ddp, self._show_main_grad)
             megatron.when_added(ddp, self._added)
@@ -181,8 +185,12 @@ class MegatronBackend(AccumulatingBackend):
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
+        for param in self._trained():
+            if id(param) in self._bucket:
+                self._turns.finish(param)
+        self._in_order.end()
         for ddp in self._ddp:
-            ddp.finish_grad_sync()  # which begins with the buckets that were not sent
+            ddp.finish_grad_sync()  # of the others too, if reductions do not begin in the backward
         self.at_owners.finish()
         self._reduced = True
 
@@ -194,6 +202,7 @@ class MegatronBackend(AccumulatingBackend):
         self.at_owners.begin()
         self._syncing = False
         self._turns.begin()
+        self._in_order.begin()
         self._missing = Counter(self._bucket.values())
         for ddp in self._ddp:
             ddp.zero_grad_buffer()

@@ -1,4 +1,5 @@
-"""Models of which some parameters get no gradient: frozen ones, ones that nothing uses, experts that see no token.
+"""Models of which some parameters get no gradient: frozen ones, ones that nothing uses or some micro-batches skip,
+experts that see no token.
 
 Every function here runs inside ranks.
 """
@@ -38,6 +39,24 @@ def unused(chunks) -> None:
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             layer.unread = torch.nn.Parameter(torch.ones(3, 5, dtype=next(chunk.parameters()).dtype))
+
+
+def seldom(chunks) -> None:
+    """A factor on each layer's output that half of the samples skip: not in the graph of a micro-batch of such."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            layer.seldom = torch.nn.Parameter(
+                torch.linspace(0.5, 1.5, layer.config.hidden_size).to(next(layer.parameters()))
+            )
+            layer.forward = partial(_times_seldom, layer, layer.forward)
+
+
+def _times_seldom(layer, forward, *args, **kwargs):
+    hidden, *rest = forward(*args, **kwargs)
+    reads = hidden[0, :, 0] > hidden[0, :, 1]
+    if reads.any():
+        hidden = torch.where(reads[None, :, None], hidden * layer.seldom, hidden)
+    return hidden, *rest
 
 
 def skipping(chunks) -> None:
