@@ -21,7 +21,7 @@ class AgreedOrder:
     of some ranks alone. Ranks that reduced gradients as they come would add up those of different parameters, or wait
     for each other. The order is that in which gradients were complete on the stage's first rank in the first reduction,
     which is made when all are. Later a complete gradient waits for those before it: for none if it comes in its turn,
-    and to the end of the flush behind one that does not come.
+    and to the end of the flush if one of them does not come.
 
     params: those that are trained, in the order of the model, as many on every rank of the stage.
     """
