@@ -58,6 +58,12 @@ def test_parameters_that_some_microbatches_skip():
     check(no_gradient.seldom, [Case(4, layout + each, SMALL) for layout in layouts for each in (PLAIN, SPLIT)])
 
 
+def test_layers_that_some_microbatches_skip():
+    """In all modes that gather the parameters of a stage at once."""
+    layouts = ["", "--zero_stage 1 ", "--backend fsdp2 ", "--backend megatron ", "--backend ddp "]
+    check(no_gradient.dropped, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
+
+
 def test_a_rank_that_trains_nothing_ends_all_with_one_message():
     case = Case(2, PLAIN + "--pipeline_model_parallel_size 2", SMALL)
     ends = try_ranks(no_gradient.gradients, 2, [case], no_gradient.frozen_stage)

@@ -59,6 +59,21 @@ def _times_seldom(layer, forward, *args, **kwargs):
     return hidden, *rest
 
 
+def dropped(chunks) -> None:
+    """Layers that half of the samples skip: not run in a micro-batch of such."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            layer.forward = partial(_unless_dropped, layer.forward)
+
+
+def _unless_dropped(forward, hidden_states, *args, **kwargs):
+    reads = hidden_states[0, :, 0] > hidden_states[0, :, 1]
+    if not reads.any():
+        return hidden_states, None
+    hidden, *rest = forward(hidden_states, *args, **kwargs)
+    return torch.where(reads[None, :, None], hidden, hidden_states), *rest
+
+
 def skipping(chunks) -> None:
     """Experts that are not called where they have no token, so that they get no gradient there."""
     from megatron.core.transformer.moe.experts import SequentialMLP
