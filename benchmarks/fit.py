@@ -7,7 +7,8 @@ The first prints the `efficiency` of an entry of megaaccum/lab/planner/hardware.
 `fragmentation`: of a grid, those with the smallest mean error on published peaks, where a peak that is predicted more
 than a tenth too low counts once more. Step times: Levenberg-Marquardt on the logarithm of
 predicted over measured seconds, reweighted so that outliers count by their distance and not its square; every
-constant is pulled towards its default, so that what the rows do not tell stays there.
+constant is pulled towards its default, so that what the rows do not tell stays there. Errors are printed of the half
+that was fitted; the other half is the test, and whoever looks at it while choosing terms has none: --unseen prints it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--fixed", nargs="*", default=[], help="constants that stay as they are")
     parser.add_argument("--memory", action="store_true", help="fit what a device keeps beside tensors")
+    parser.add_argument("--unseen", action="store_true", help="also print the errors of the half that is not fitted")
     args = parser.parse_args()
     if args.memory:
-        fit_memory(read(args.tables / "measured_memory.csv"), args.hardware)
+        fit_memory(read(args.tables / "measured_memory.csv"), args.hardware, unseen=args.unseen)
         return
     rows = [row for name, table in rows_of(args.tables).items() if not name.endswith("memory") for row in table]
     cases = [case for case in cases_of(rows)[0] if case.hardware in args.hardware]
@@ -63,7 +65,7 @@ def main() -> None:
     free = [name for name in CONSTANTS if name not in args.fixed]
     constants = fit(Predictor(half), args.hardware[0], free, args.rounds)
     print(", ".join(f"{name}: {value:.4g}" for name, value in constants.items()))
-    report(Predictor(cases), constants)
+    report(Predictor(cases if args.unseen else half), constants)
 
 
 def fit(predictor: Predictor, name: str, free: list[str], rounds: int) -> dict[str, float]:
@@ -101,14 +103,16 @@ def fit(predictor: Predictor, name: str, free: list[str], rounds: int) -> dict[s
     return constants(x)
 
 
-def fit_memory(rows: list[Row], names: list[str]) -> None:
-    """Print runtime and fragmentation that fit the fitting half of `rows` on this hardware best, and both errors."""
+def fit_memory(rows: list[Row], names: list[str], *, unseen: bool) -> None:
+    """Print runtime and fragmentation that fit the fitting half of `rows` on this hardware best, and its error; with
+    `unseen` the other half's too."""
     usable = [row for row in rows if row.text("mem_value") and frameworks.hardware_name(row) in names]
-    halves = [row for row in usable if in_fit_half(row)], [row for row in usable if not in_fit_half(row)]
+    halves = [[row for row in usable if in_fit_half(row)]]
+    halves += [[row for row in usable if not in_fit_half(row)]] if unseen else []
     grid = [(gib / 4, share / 100) for gib in range(8, 25) for share in range(13)]
     runtime, share = min(grid, key=lambda one: _cost(memory_errors(halves[0], *one)))
     errors = [f"{np.median(np.abs(memory_errors(half, runtime, share))):.1%}" for half in halves if half]
-    print(f"runtime_gib: {runtime}, fragmentation: {share} (median error, fitted and other half: {', '.join(errors)})")
+    print(f"runtime_gib: {runtime}, fragmentation: {share} (median error by half, fitted first: {', '.join(errors)})")
 
 
 def _cost(errors: np.ndarray) -> float:
@@ -132,7 +136,7 @@ def with_constants(hardware: Hardware, constants: dict[str, float]) -> Hardware:
 
 
 def report(predictor: Predictor, constants: dict[str, float]) -> None:
-    """Errors per source, on the half that was fitted and on the other."""
+    """Errors per source of `predictor`'s rows, by whether they were fitted."""
     predicted = predictor.seconds(lambda one: with_constants(load_hardware(one), constants))
     error = predicted / np.array([case.seconds for case in predictor.cases]) - 1
     source = np.array([case.row.source for case in predictor.cases])
