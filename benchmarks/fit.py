@@ -8,7 +8,7 @@ The first prints the `efficiency` of an entry of megaaccum/lab/planner/hardware.
 than a tenth too low counts once more. Step times: Levenberg-Marquardt on the logarithm of
 predicted over measured seconds, reweighted so that outliers count by their distance and not its square; every
 constant is pulled towards its default, so that what the rows do not tell stays there. Errors are printed of the half
-that was fitted; the other half is the test, and whoever looks at it while choosing terms has none: --unseen prints it.
+that was fitted. The other half is the test, which is none any more if terms are chosen by it: --unseen prints it.
 """
 
 from __future__ import annotations

@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 
 class AgreedOrder:
-    """Calls `reduce(param)` for each of `params` once per reduction, in one order on all ranks of a stage.
+    """Calls `reduce(param)` for each of `params` once per reduction, in one order on all ranks that reduce together.
 
     A parameter that some micro-batches skip (a tower for images, a head of its own) has a gradient in the last backward
     of some ranks alone. Ranks that reduced gradients as they come would add up those of different parameters, or wait
-    for each other. The order is that in which gradients were complete on the stage's first rank in the first reduction,
+    for each other. The order is that in which gradients were complete on the first of them in the first reduction,
     which is made when all are. Later a complete gradient waits for those before it: for none if it comes in its turn,
     and to the end of the flush if one of them does not come.
 
-    params: those that are trained, in the order of the model, as many on every rank of the stage.
+    params: those that are trained, in the order of the model, as many on every rank.
     """
 
     def __init__(
         self, groups: Groups, params: Iterable[torch.nn.Parameter], reduce: Callable[[torch.nn.Parameter], None]
     ):
-        self._stage = groups.collection.tp_dp_cp
+        # Ranks of tp reduce experts together if these are not cut over it. Otherwise a group that communicates anyway.
+        self._among = groups.dp_cp if groups.layout.etp == groups.layout.tp else groups.collection.tp_dp_cp
         self._params, self._reduce = list(params), reduce
         self._order: list[torch.nn.Parameter] = []
         self._complete: dict[int, None] = {}
@@ -49,11 +50,11 @@ class AgreedOrder:
             self._reduce(self._order[self._begun - 1])
 
     def end(self) -> None:
-        """Agree on the order if there is none. Every parameter has been added. Collective over the stage's ranks."""
+        """Agree on the order if there is none. Every parameter has been added. Collective over these ranks."""
         if self._order or not self._params:
             return
         number = {id(param): number for number, param in enumerate(self._params)}
         mine = torch.tensor([number[key] for key in self._complete], device=cpu.device())
-        dist.broadcast(mine, group=self._stage, group_src=0)
+        dist.broadcast(mine, group=self._among, group_src=0)
         self._order = [self._params[number] for number in mine.tolist()]
         self.add(self._order[0])
