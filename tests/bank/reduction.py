@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from megaaccum.config import Plan
 from megaaccum.model import names
 from megaaccum.sharding import base, ddp, deepspeed, reduction
+from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.ddp import DdpBackend
 from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.expert_turns import ExpertTurns
@@ -57,6 +58,8 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
     with (
         wrapped(DeepSpeedBackend, "begin_step", syncing),
         wrapped(ExpertTurns, "came", next_turns),
+        replaced(AgreedOrder, "add", lambda self, param: self._reduce(param)),
+        replaced(AgreedOrder, "end", lambda self: None),
         replaced(DeepSpeedBackend, "no_sync_func", lambda self: nullcontext()),
     ):
         yield

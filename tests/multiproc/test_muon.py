@@ -409,19 +409,20 @@ def test_bytes_of_parts_and_of_momenta_in_shards_are_the_predicted_ones():
 
 
 def begun(cases: list[Case]) -> list[list[bool]]:
-    """For every reduction of a step to an owner, whether it began inside a backward; a list for each case."""
+    """For every reduction of the second step to an owner, whether it began inside a backward; a list for each case."""
     from megaaccum.upstream.pytorch import in_backward
 
     found, reduce = [], torch.distributed.reduce
     for case in cases:
         rig, early = Rig.of(case), []
+        rig.train(step=0, first=0)  # in which ranks agree on the order of reductions
 
         def note(*args, early=early, **keys):
             early.append(in_backward())
             return reduce(*args, **keys)
 
         with patch.object(torch.distributed, "reduce", note):
-            rig.train(step=0, first=0)
+            rig.train(step=1, first=0)
         found.append(early)
     return found
 
