@@ -83,8 +83,8 @@ def weight_gradient_twice(plan: Plan) -> Iterator[None]:
     def twice(original: Any, self: WeightGrads, add: Any = None) -> None:
         again = list(self._owed)
         original(self, add)
-        for weight, compute in again:
-            self.add(weight, compute)
+        for weight, compute, source in again:
+            self.add(weight, compute, source)
         original(self, add)
 
     with wrapped(WeightGrads, "compute", twice):
