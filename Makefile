@@ -57,7 +57,7 @@ quick-rest: setup
 
 # Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
 # Each part reports at its end; the longest come first. `python -m pytest` is the same in one process.
-PARTS := e-h s-t a-d m-o rest i-l p-r u-z
+PARTS := e-h s-t m-o rest a-d i-l p-r u-z
 
 test-rest test-%: export OMP_NUM_THREADS = 1
 
