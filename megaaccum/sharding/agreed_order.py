@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.platform import cpu
+from megaaccum.sharding.expert_turns import ExpertTurns
 
 if TYPE_CHECKING:
+    from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
 
@@ -23,15 +25,22 @@ class AgreedOrder:
     which is made when all are. Later a complete gradient waits for those before it: for none if it comes in its turn,
     and to the end of the flush if one of them does not come.
 
-    params: those that are trained, in the order of the model, as many on every rank.
+    params: those of `chunks` that are trained, in the order of the model, as many on every rank.
     """
 
     def __init__(
-        self, groups: Groups, params: Iterable[torch.nn.Parameter], reduce: Callable[[torch.nn.Parameter], None]
+        self,
+        plan: Plan,
+        groups: Groups,
+        chunks: Iterable[torch.nn.Module],
+        params: Iterable[torch.nn.Parameter],
+        reduce: Callable[[torch.nn.Parameter], None],
     ):
         # Ranks of tp reduce experts together if these are not cut over it. Otherwise a group that communicates anyway.
-        self._among = groups.dp_cp if groups.layout.etp == groups.layout.tp else groups.collection.tp_dp_cp
+        self._among = groups.dp_cp if plan.layout.etp == plan.layout.tp else groups.collection.tp_dp_cp
         self._params, self._reduce = list(params), reduce
+        in_pieces = plan.config.parallel.overlap_moe_expert_parallel_comm
+        self._turns = ExpertTurns(chunks, self.add, splits=plan.layout.splits_backward, in_pieces=in_pieces)
         self._order: list[torch.nn.Parameter] = []
         self._complete: dict[int, None] = {}
         """ids of the parameters with a complete gradient, in the order in which they were added."""
@@ -39,22 +48,35 @@ class AgreedOrder:
 
     def begin(self) -> None:
         """Begin a reduction."""
+        self._turns.begin()
         self._complete.clear()
         self._begun = 0
+
+    def came(self, param: torch.nn.Parameter) -> None:
+        """Take note of a parameter's final gradient. Raises FlushError if it was complete without it."""
+        self._turns.came(param)
 
     def add(self, param: torch.nn.Parameter) -> None:
         """Reduce a complete gradient, and those that waited for it, if all before it in the order have begun."""
         self._complete[id(param)] = None
+        self._reduce_in_turn()
+
+    def end(self) -> None:
+        """Reduce what is left: gradients that have not come are complete without. Collective in the first reduction."""
+        for param in self._params:
+            self._turns.finish(param)
+        if self._params and not self._order:
+            self._order = self._agreed()
+            self._reduce_in_turn()
+
+    def _reduce_in_turn(self) -> None:
         while self._begun < len(self._order) and id(self._order[self._begun]) in self._complete:
             self._begun += 1
             self._reduce(self._order[self._begun - 1])
 
-    def end(self) -> None:
-        """Agree on the order if there is none. Every parameter has been added. Collective over these ranks."""
-        if self._order or not self._params:
-            return
+    def _agreed(self) -> list[torch.nn.Parameter]:
+        """The parameters in the order in which the first rank has added them."""
         number = {id(param): number for number, param in enumerate(self._params)}
-        mine = torch.tensor([number[key] for key in self._complete], device=cpu.device())
-        dist.broadcast(mine, group=self._among, group_src=0)
-        self._order = [self._params[number] for number in mine.tolist()]
-        self.add(self._order[0])
+        order = torch.tensor([number[key] for key in self._complete], dtype=torch.int64, device=cpu.device())
+        dist.broadcast(order, group=self._among, group_src=0)
+        return [self._params[number] for number in order.tolist()]

@@ -24,7 +24,6 @@ from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
-from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
 from megaaccum.sharding.sum_tree import order_of
@@ -69,8 +68,7 @@ class DeepSpeedBackend(AccumulatingBackend):
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
-        self._in_order = AgreedOrder(groups, self.driver.params, self._hand_over)
-        self._turns = ExpertTurns.from_plan(plan, chunks, self._in_order.add)
+        self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)
         self._reducing = False
         self._hooks: list[pytorch.OnGradient] = []
         self._hears_each = self._looks_at_each_microbatch(plan)
@@ -118,7 +116,6 @@ class DeepSpeedBackend(AccumulatingBackend):
     def begin_accumulation(self) -> None:
         self._set_syncing(False)
         self._reducing = False
-        self._turns.begin()
         self._in_order.begin()
         self.sums.clear()
         self.at_owners.begin()
@@ -132,7 +129,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         super().finish_reduction()
 
     def _reduce(self) -> None:
-        self._reduce_rest()
+        self._in_order.end()
         self.driver.finish_reduction()
         self.at_owners.finish()
         self._reducing = False
@@ -215,7 +212,7 @@ class DeepSpeedBackend(AccumulatingBackend):
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
         if not comes_again:
-            self._turns.came(param)
+            self._in_order.came(param)
 
     def _hand_over(self, param: torch.nn.Parameter) -> None:
         """Reduce a parameter's gradient, whose last part has come, or zeros if there is none."""
@@ -233,13 +230,6 @@ class DeepSpeedBackend(AccumulatingBackend):
             param.grad = None
         else:
             self.driver.reduce(param)
-
-    def _reduce_rest(self) -> None:
-        """Reduce the gradients that the last backward did not bring, in one order on all ranks: parameters that it
-        did not use (their gradient may be all zero)."""
-        for param in self.driver.params:
-            self._turns.finish(param)
-        self._in_order.end()
 
 
 def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from megaaccum.errors import FlushError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 class ExpertTurns:
@@ -69,13 +65,6 @@ class ExpertTurns:
             else:
                 self._place[id(param)] = number, place
         self._turns.append(list(reversed(turns.values())))
-
-    @classmethod
-    def from_plan(
-        cls, plan: Plan, chunks: Iterable[torch.nn.Module], complete: Callable[[torch.nn.Parameter], None]
-    ) -> ExpertTurns:
-        in_pieces = plan.config.parallel.overlap_moe_expert_parallel_comm
-        return cls(chunks, complete, splits=plan.layout.splits_backward, in_pieces=in_pieces)
 
     def begin(self) -> None:
         """Begin a reduction."""

@@ -24,7 +24,6 @@ from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
-from megaaccum.sharding.expert_turns import ExpertTurns
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import megatron, pytorch
@@ -81,10 +80,8 @@ class MegatronBackend(AccumulatingBackend):
         self._missing: Counter[Any] = Counter()
         """How many parameters of a bucket group have a gradient to come."""
         self._splits = plan.layout.splits_backward
-        self._in_order = AgreedOrder(
-            groups, (each for each in self._trained() if id(each) in self._bucket), self.complete
-        )
-        self._turns = ExpertTurns.from_plan(plan, chunks, self._in_order.add)
+        in_buckets = [param for param in self._trained() if id(param) in self._bucket]
+        self._in_order = AgreedOrder(plan, groups, chunks, in_buckets, self.complete)
         for ddp in self._ddp:
             megatron.before_reduce(ddp, self._show_main_grad)
             megatron.when_added(ddp, self._added)
@@ -137,7 +134,7 @@ class MegatronBackend(AccumulatingBackend):
 
     def _came(self, param: torch.nn.Parameter) -> None:
         if self._syncing and id(param) in self._bucket:
-            self._turns.came(param)
+            self._in_order.came(param)
 
     def complete(self, param: torch.nn.Parameter) -> None:
         """Send the parameter's bucket when it is the last of it whose gradient is complete. Megatron's own count would
@@ -185,9 +182,6 @@ class MegatronBackend(AccumulatingBackend):
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
-        for param in self._trained():
-            if id(param) in self._bucket:
-                self._turns.finish(param)
         self._in_order.end()
         for ddp in self._ddp:
             ddp.finish_grad_sync()  # of the others too, if reductions do not begin in the backward
@@ -201,7 +195,6 @@ class MegatronBackend(AccumulatingBackend):
         self.sums.clear()
         self.at_owners.begin()
         self._syncing = False
-        self._turns.begin()
         self._in_order.begin()
         self._missing = Counter(self._bucket.values())
         for ddp in self._ddp:

@@ -59,7 +59,6 @@ def reduction_in_every_microbatch(plan: Plan) -> Iterator[None]:
         wrapped(DeepSpeedBackend, "begin_step", syncing),
         wrapped(ExpertTurns, "came", next_turns),
         replaced(AgreedOrder, "add", lambda self, param: self._reduce(param)),
-        replaced(AgreedOrder, "end", lambda self: None),
         replaced(DeepSpeedBackend, "no_sync_func", lambda self: nullcontext()),
     ):
         yield

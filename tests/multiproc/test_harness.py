@@ -264,6 +264,7 @@ def threads_of_gloo() -> tuple[int, set[int], int]:
     before = {each.name for each in Path("/proc/self/task").iterdir()}
     dist.new_group([0, 1])
     new = {each.name for each in Path("/proc/self/task").iterdir()} - before
+    dist.barrier()  # a rank that ends here would close connections that the other is still making
     return len(new), {os.sched_getscheduler(int(each)) for each in new}, os.sched_getscheduler(0)
 
 

@@ -13,7 +13,7 @@ from benchmarks import hostile
 
 
 def test_no_input_breaks_its_reader() -> None:
-    outcomes = hostile.run(seed=11, numbers=range(2 * len(hostile.KINDS)))
+    outcomes = hostile.run(seed=11, numbers=range(3 * len(hostile.KINDS)))
     assert [each for each in outcomes if each.broken] == []
     assert {each.kind for each in outcomes} == {kind.name for kind in hostile.KINDS}
 

@@ -143,27 +143,51 @@ def released_with_its_last_gradient(cases: list[Case]):
     return no_gradient.gradients(cases, no_gradient.frozen)
 
 
+def sent_only_when_all_have_come(cases: list[Case]):
+    """A bucket is reduced when each of its parameters has had a gradient, and else not at all."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+
+    from megaaccum.sharding.expert_turns import ExpertTurns
+    from megaaccum.upstream.pytorch import in_backward
+
+    finish, finish_grad_sync = ExpertTurns.finish, BucketGroup.finish_grad_sync
+
+    def finish_if_come(self, param) -> None:
+        if in_backward():
+            finish(self, param)
+
+    def finish_if_sent(self, *args, **keys) -> None:
+        if self.grad_reduce_handle is not None:
+            finish_grad_sync(self, *args, **keys)
+
+    ExpertTurns.finish, BucketGroup.finish_grad_sync = finish_if_come, finish_if_sent
+    return no_gradient.gradients(cases, no_gradient.unused)
+
+
 def reduced_as_they_come(cases: list[Case]):
     """Each rank puts gradients into its bucket as its own last backward brings them."""
     from megaaccum.sharding.agreed_order import AgreedOrder
 
     AgreedOrder.add = lambda self, param: self._reduce(param)
-    AgreedOrder.end = lambda self: None
     return no_gradient.gradients(cases, no_gradient.seldom)
 
 
+ONE_BUCKET = "--zero_stage 1 --reduce_bucket_size 50000000 "
+
+
 @pytest.mark.parametrize(
-    ("mistake", "change", "layout", "error"),
+    ("mistake", "change", "layout", "error", "layer"),
     [
-        (released_with_its_last_gradient, no_gradient.frozen, "--sync streaming ", 0.208),
-        (reduced_as_they_come, no_gradient.seldom, "--zero_stage 1 --reduce_bucket_size 50000000 ", 0.936),
+        (released_with_its_last_gradient, no_gradient.frozen, "--sync streaming ", 0.208, 1),
+        (sent_only_when_all_have_come, no_gradient.unused, "--backend megatron ", 0.696, 1),
+        (reduced_as_they_come, no_gradient.seldom, ONE_BUCKET, 0.936, 2),
     ],
 )
-def test_a_mistake_is_a_wrong_gradient_under_the_right_loss(mistake, change, layout, error):
+def test_a_mistake_is_a_wrong_gradient_under_the_right_loss(mistake, change, layout, error, layer):
     case = Case(2, layout + PLAIN, SMALL)
     ranks = [gradient for (gradient,) in run_ranks(mistake, 2, [case])]
     exact, near = (reference(change, SMALL, case.plan().batch.global_batch_size, lane) for lane in ("fp64", case.lane))
     found = problems_with(case, ranks, exact, near)
     assert total_error(ranks, exact) == pytest.approx(error, rel=0.01)
-    assert [each for each in found if "error" in each and "worst decoder.layers." in each], found
+    assert [each for each in found if "error" in each and f"worst decoder.layers.{layer}." in each], found
     assert not [each for each in found if "loss" in each], found

@@ -53,10 +53,14 @@ def seldom(chunks) -> None:
 
 def _times_seldom(layer, forward, *args, **kwargs):
     hidden, *rest = forward(*args, **kwargs)
-    reads = hidden[0, :, 0] > hidden[0, :, 1]
-    if reads.any():
-        hidden = torch.where(reads[None, :, None], hidden * layer.seldom, hidden)
+    if (reads := _reading(hidden)).any():
+        hidden = torch.where(reads, hidden * layer.seldom, hidden)
     return hidden, *rest
+
+
+def _reading(hidden):
+    """Which samples read it, of [sequence, sample, hidden]: by two numbers that are further apart than rounding."""
+    return (hidden[:1, :, :1] > hidden[:1, :, 1:2]).detach()
 
 
 def dropped(chunks) -> None:
@@ -67,11 +71,10 @@ def dropped(chunks) -> None:
 
 
 def _unless_dropped(forward, hidden_states, *args, **kwargs):
-    reads = hidden_states[0, :, 0] > hidden_states[0, :, 1]
-    if not reads.any():
+    if not (reads := _reading(hidden_states)).any():
         return hidden_states, None
     hidden, *rest = forward(hidden_states, *args, **kwargs)
-    return torch.where(reads[None, :, None], hidden, hidden_states), *rest
+    return torch.where(reads, hidden, hidden_states), *rest
 
 
 def skipping(chunks) -> None:
