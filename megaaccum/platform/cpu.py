@@ -66,7 +66,7 @@ def install() -> None:
     _redirect_rng()
     _redirect_all_to_all()
     _redirect_uneven()
-    _allow_fp16()
+    _adapt_deepspeed()
     _installed = True
 
 
@@ -186,12 +186,15 @@ def _redirect_cuda_module() -> None:
     cuda.Event = _Event
 
 
-def _allow_fp16() -> None:
-    """Allow FP16 in DeepSpeed, which refuses it on a processor that has no FP16 arithmetic of its own. torch computes
-    in FP16 on any processor, slowly, which is all that a test of the loss scale needs."""
+def _adapt_deepspeed() -> None:
+    """Allow FP16 in DeepSpeed, which refuses it on a processor that has no FP16 arithmetic of its own: torch computes
+    in it on any, slowly, which is all that a test of the loss scale needs. And have its devices counted once: ZeRO-3
+    asks at each bucket, and each time DeepSpeed 0.19 starts `numactl`, which takes 1 % of a small step."""
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.device_count = functools.cache(accelerator.device_count)
 
 
 def _redirect_all_to_all() -> None:
