@@ -89,7 +89,7 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg,
-    exp_avg_sq, or Muon's momentum_buffer."""
+    exp_avg_sq (Lion has none), or Muon's momentum_buffer."""
 
     name: str
     kind: str
@@ -267,9 +267,9 @@ def check_fit(
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
-        elif not only_weights and (lacks := _lacks(stored, state, new_momenta)):
+        elif not only_weights and (differs := _differs(stored, state, new_momenta)):
             wrong.append(
-                f"{name} has no {lacks} in {current}, where another optimizer stepped it: set optimizer or"
+                f"{name} has {differs} in {current}, where another optimizer stepped it: set optimizer or"
                 " muon_matrices back (a run goes from adam to muon with override optimizer, and not back)"
             )
         elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
@@ -278,9 +278,11 @@ def check_fit(
         raise CheckpointError(listed(wrong, "; "))
 
 
-def _lacks(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
-    """The optimizer's tensor that the checkpoint has not, because it has another optimizer's; empty otherwise."""
-    kinds = ("momentum_buffer", "exp_avg")
-    own, other = kinds if names.is_matrix(state.param) else kinds[::-1]
-    switches = stored.has(state.name, other) and not stored.has(state.name, own)
-    return own if switches and not (new_momenta and own == "momentum_buffer") else ""
+def _differs(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
+    """The tensors of another optimizer that the checkpoint has of a trained parameter, as words; empty if they are this
+    one's, or if there are none."""
+    own = {"momentum_buffer"} if names.is_matrix(state.param) else state.tensors.keys() - {"param"}
+    there = {kind for kind in ("momentum_buffer", "exp_avg", "exp_avg_sq") if stored.has(state.name, kind)}
+    if not there or there == own or (new_momenta and own == {"momentum_buffer"}):
+        return ""
+    return f"{' and '.join(sorted(there))}, not {' and '.join(sorted(own))},"

@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 
 from megaaccum.config import Plan
 from megaaccum.config.megatron_arguments import (
+    LION,
     LOSS_SCALE,
     MUON,
     NO_EFFECT_ON_SCALE,
@@ -96,7 +97,7 @@ HONOURED = (
 
 TRANSLATED = frozenset(
     {
-        *LOSS_SCALE, *MUON, "optimizer", "muon_tp_mode", "muon_scalar_optimizer", "use_distributed_optimizer",
+        *LOSS_SCALE, *LION, *MUON, "optimizer", "muon_tp_mode", "muon_scalar_optimizer", "use_distributed_optimizer",
         "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode",
     }
 )  # fmt: skip
@@ -131,11 +132,15 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
     if idle:
         notes.append(f"{', '.join(idle)}: {NO_EFFECT_ON_SCALE[args.fp16]}.")
     values: dict[str, Any] = {name: getattr(args, name) for name in acting}
-    if args.optimizer != "adam":
+    is_muon, is_lion = args.optimizer in ("muon", "dist_muon"), args.optimizer == "lion"
+    if is_muon:
         # Megatron orthogonalises gate and up projection as one matrix.
         values |= {name: getattr(args, name) for name in MUON} | {"muon_split_gated": False}
-    elif unused := [text for name, text in flags.items() if name.startswith("muon_")]:
-        notes.append(f"{', '.join(unused)}: no effect without --optimizer muon.")
+    values |= {name: getattr(args, name) for name in LION} if is_lion else {}
+    for optimizer, acts in (("muon", is_muon), ("lion", is_lion)):
+        unused = [text for name, text in flags.items() if name.startswith(f"{optimizer}_")]
+        if unused and not acts:
+            notes.append(f"{', '.join(unused)}: no effect without --optimizer {optimizer}.")
     values |= {"grad_reduce_dtype": "bf16"} if args.grad_reduce_in_bf16 else {}
     values |= {"offload_optimizer": "cpu"} if args.optimizer_cpu_offload else {}
     # Megatron moves --use-distributed-optimizer to the other argument where the optimizer is Muon.

@@ -1,4 +1,4 @@
-"""The optimizer over a rank's parameters: AdamW, fused where Transformer Engine, apex or torch has a fused one, or
+"""The optimizer over a rank's parameters: AdamW, fused where Transformer Engine, apex or torch has a fused one, Lion or
 Muon."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.optim import by_pattern, lr_schedule, muon
 from megaaccum.platform import cpu
+from megaaccum.upstream import emerging
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -22,11 +23,13 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     """The optimizer over this rank's parameters, in groups with weight decay (matrices) and without (biases, norms).
 
     Collective over the world. Raises ConfigError on every rank where one of them has nothing to train, or muon nothing
-    to orthogonalise.
+    to orthogonalise, or where the library of Lion and Muon is not installed.
     """
     optimizer = plan.config.optimizer
     matrices = muon.mark_matrices(plan, chunks) if optimizer.optimizer == "muon" else set()
     groups = by_pattern.split_groups(plan, raise_on_all_ranks(_trained, plan, chunks, matrices))
+    if optimizer.optimizer == "lion":
+        return emerging.lion(groups, lr=optimizer.lr, betas=(optimizer.lion_beta1, optimizer.lion_beta2))
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )

@@ -1,4 +1,4 @@
-"""The optimizer of an engine: a user's own, AdamW by the plan, or none."""
+"""The optimizer of an engine: a user's own, the plan's, or none."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
             " params: torch.optim.AdamW(params, lr=1e-4), but an optimizer was given: the parameters are cut first"
         )
     keys = plan.config.optimizer
-    if keys.optimizer == "muon":
-        raise ConfigError("optimizer muon builds its own optimizer: give initialize none, or set optimizer to adam")
+    if keys.optimizer != "adam":
+        raise ConfigError(
+            f"optimizer {keys.optimizer} builds its own optimizer: give initialize none, or set optimizer to adam"
+        )
     if keys.lr_mult or keys.wd_mult:
         raise ConfigError(
             "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"

@@ -278,7 +278,7 @@ class Fsdp2Backend(ShardingBackend):
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param}
             if param.requires_grad:
-                tensors |= adam.state_of(self.optimizer, param, adam.moments(param))
+                tensors |= adam.state_of(self.optimizer, param, adam.moments(self.optimizer, param))
             views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, fsdp2.first_element(param), views, _replica(param))
 

@@ -26,7 +26,7 @@ from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import order_of
-from megaaccum.upstream import megatron, pytorch
+from megaaccum.upstream import adam, emerging, megatron, pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -41,10 +41,11 @@ class MegatronBackend(AccumulatingBackend):
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
-        if not isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer):
+        is_lion = emerging.is_lion(optimizer)
+        if not is_lion and not isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer):
             raise ConfigError(
-                f"backend megatron shards the state of Adam, not of {type(optimizer).__name__}: use torch.optim.AdamW,"
-                " or set backend to deepspeed, fsdp2 or ddp"
+                f"backend megatron shards the state of Adam or Lion, not of {type(optimizer).__name__}: use"
+                " torch.optim.AdamW, or set backend to deepspeed, fsdp2 or ddp"
             )
         super().__init__(plan, groups, chunks)
         sharding = plan.config.sharding
@@ -52,14 +53,18 @@ class MegatronBackend(AccumulatingBackend):
         megatron.reduce_scatter(self._reduce_to_owners if at_owners else None)
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
-            optimizer="adam", bf16=sharding.bf16, fp16=False, use_distributed_optimizer=True, clip_grad=0.0
+            optimizer="lion" if is_lion else "adam",
+            bf16=sharding.bf16,
+            fp16=False,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
         )
         with cpu.cuda_type_names():
             self.optimizer = DistributedOptimizer(
                 optimizer,
                 settings,
                 grad_scaler=None,
-                init_state_fn=None,
+                init_state_fn=adam.begin_state if is_lion else None,
                 model_chunks=self._ddp,
                 # Each buffer knows the ranks over which it is cut, those of experts too.
                 per_model_buffers={i: ddp.buffers + ddp.expert_parallel_buffers for i, ddp in enumerate(self._ddp)},

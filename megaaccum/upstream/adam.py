@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from megaaccum.upstream import emerging
 
-def moments(param: torch.nn.Parameter) -> tuple[str, ...]:
+
+def moments(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tuple[str, ...]:
     """Names of the optimizer's tensors for a trained parameter: Muon's of a matrix (optim/muon), unless its owner has
-    it, or Adam's."""
+    it, Lion's, or Adam's."""
     if hasattr(param, "matrix_parts"):
         return () if getattr(param, "momentum_at_owner", False) else ("momentum_buffer",)
-    return ("exp_avg", "exp_avg_sq")
+    return ("exp_avg",) if emerging.is_lion(optimizer) else ("exp_avg", "exp_avg_sq")
 
 
 def views(
@@ -33,6 +35,13 @@ def state_of(adam: torch.optim.Optimizer, flat: torch.Tensor, kinds: Iterable[st
         # torch does not add to a state that exists: a step after a checkpoint of a run that never stepped needs it.
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     return {kind: state[kind] for kind in kinds}
+
+
+def begin_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """Make Lion's moments, as zeros, where Megatron's distributed optimizer asks for them."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state_of(optimizer, param, moments(optimizer, param))
 
 
 def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter, kinds: Iterable[str]) -> dict[str, torch.Tensor]:

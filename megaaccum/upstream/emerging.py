@@ -1,12 +1,14 @@
-"""The Newton-Schulz iteration of emerging-optimizers (0.3). Its sets of coefficients are private: the float64 lane of
-the proofs needs them, because the library's own loop takes FP32 alone."""
+"""Lion and the Newton-Schulz iteration of emerging-optimizers (0.3). Its sets of coefficients are private: the float64
+lane of the proofs needs them, because the library's own loop takes FP32 alone."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 
+from megaaccum.platform import cpu
 from megaaccum.upstream.lookup import missing
 
 
@@ -45,3 +47,16 @@ def scale_factor(rows: int, columns: int, mode: str) -> float:
     from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
     return float(get_muon_scale_factor(rows, columns, mode))
+
+
+def lion(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """The library's Lion, whose update it compiles where there is a GPU."""
+    with cpu.without_compiler():
+        from emerging_optimizers.scalar_optimizers import Lion
+    optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
+    return optimizer
+
+
+def is_lion(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one that `lion` made."""
+    return type(optimizer).__name__ == "Lion"

@@ -257,7 +257,7 @@ def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Flat views of the master weight ("param") and the optimizer's tensors of this rank's share."""
     group, order = optimizer.model_param_group_index_map[param]
     share = optimizer.optimizer.param_groups[group]["params"][order]
-    return adam_views(optimizer.optimizer, share, moments(param))
+    return adam_views(optimizer.optimizer, share, moments(optimizer.optimizer, param))
 
 
 def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:

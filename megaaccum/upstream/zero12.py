@@ -151,7 +151,7 @@ class Zero12(ZeroDriver):
         """Zero3.state of the trained parameters; frozen ones are whole on every rank."""
         for group, flat in enumerate(self.masters):
             for param, start, position, count in self._owned(group):
-                kinds = moments(param)
+                kinds = moments(self.optimizer.optimizer, param)
                 yield param, start, views(self.optimizer.optimizer, flat, position, count, kinds=kinds)
 
     def adopt_state(self, num_steps: int) -> None:

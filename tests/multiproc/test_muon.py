@@ -13,7 +13,7 @@ from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import whole_runs
 from tests.support.faults import Fault, differences, injected, state_of
-from tests.support.muon import BACKENDS, FLAGS, MOE, cell, problems, train, trained
+from tests.support.muon import BACKENDS, FLAGS, MOE, cell, engine_of, moved, problems, take_steps, train, trained
 from tests.support.parity import Case, Rig
 
 CELLS = [
@@ -128,56 +128,6 @@ def test_one_digest_over_layouts():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def engine_of(case: Case, optimizer: str = "muon", override: str = ""):
-    """An engine of this layout, for checkpoints."""
-    from megaaccum.distributed import groups
-    from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
-    from tests.support.parity import VOCAB
-
-    flags = case.model if optimizer == "muon" else " ".join(ADAM.split())
-    plan = replace(case, model=f"{flags} {override}").plan()
-    groups.destroy()
-    built = groups.build(plan.layout, timeout_minutes=1)
-    chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
-    forward = GptForwardStep(built, plan.batch.loss_norm)
-    return initialize(plan, chunks, groups=built, forward_step_func=forward, reports=REPORTS)
-
-
-ADAM = "--normalization RMSNorm --no_add_bias_linear --swiglu --num_layers 2 --lr_decay_style constant --lr 2e-3"
-ADAM += " --num_query_groups 2 --weight_decay 0.1 --adam_eps 1e-4"
-
-
-def held_by(engine, case: Case) -> dict[str, torch.Tensor]:
-    """This tp rank's whole tensors, over all data-parallel ranks."""
-    backend = engine.backend
-    rig = Rig(case, engine.plan, engine.groups, engine.chunks, backend, engine.train_steps)
-    return trained(rig).tensors
-
-
-def take_steps(engine, count: int) -> None:
-    from tests.support.parity import microbatches
-
-    for _ in range(count):
-        first = engine.step * engine.plan.batch.global_batch_size
-        engine.train_step(microbatches(engine.plan, engine.groups.dp.rank(), first))
-
-
-def moved(folder: str, layouts: list[Case]) -> list[dict[str, torch.Tensor]]:
-    """The state after two steps in the first layout, then as each layout loads it."""
-    engine = engine_of(layouts[0])
-    take_steps(engine, 2)
-    engine.save(folder)
-    found = [held_by(engine, layouts[0])]
-    for case in layouts:
-        other = engine_of(case)
-        assert other.load(folder)
-        found.append(held_by(other, case))
-        take_steps(other, 1)
-    return found
-
-
 def test_momenta_move_between_layouts_under_the_matrices_names(tmp_path):
     layouts = [
         Case(4, "--zero_stage 3 --grad_accum_steps 2", TWO_LAYERS),
@@ -197,15 +147,19 @@ def test_momenta_move_between_layouts_under_the_matrices_names(tmp_path):
     assert torch.equal(torch.cat(halves), saved[name])
 
 
+ADAM = "--normalization RMSNorm --no_add_bias_linear --swiglu --num_layers 2 --lr_decay_style constant --lr 2e-3"
+ADAM += " --num_query_groups 2 --weight_decay 0.1 --adam_eps 1e-4"
+
+
 def switched(folder: str, case: Case) -> tuple[list[str], dict[str, float], bool]:
     """(refusals; norms of the momenta after an override; whether AdamW's moments of embeddings came with it)."""
-    adam = engine_of(case, "adam")
+    adam = engine_of(case, ADAM)
     take_steps(adam, 2)
     adam.save(f"{folder}/adam")
     moments = {piece.name: piece.tensors["exp_avg"].clone() for piece in adam.backend.state() if "embed" in piece.name}
     refused = []
-    for optimizer, source, override in (("muon", "adam", ""), ("adam", "muon", ""), ("adam", "muon", "optimizer")):
-        engine = engine_of(case, optimizer, f"--override {override}" if override else "")
+    for model, source, override in (("", "adam", ""), (ADAM, "muon", ""), (ADAM, "muon", "optimizer")):
+        engine = engine_of(case, model, f"--override {override}" if override else "")
         try:
             engine.load(f"{folder}/{source}")
         except CheckpointError as error:
@@ -213,7 +167,7 @@ def switched(folder: str, case: Case) -> tuple[list[str], dict[str, float], bool
         if not override and source == "adam":
             take_steps(engine, 1)
             engine.save(f"{folder}/muon")
-    engine = engine_of(case, "muon", "--override optimizer")
+    engine = engine_of(case, override="--override optimizer")
     engine.load(f"{folder}/adam")
     pieces = list(engine.backend.state())
     zero = {piece.name: float(piece.tensors.get("momentum_buffer", torch.zeros(1)).norm()) for piece in pieces}

@@ -1,4 +1,4 @@
-"""Steps of Muon in a layout and in one process, for tests that run on ranks."""
+"""Steps of Muon or Lion in a layout and in one process, for tests that run on ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -75,6 +75,8 @@ def trained(rig: Rig) -> Trained:
         whole = rig.whole(parts)
         tensors |= {f"{name}/{kind}": each for name, each in whole.items() if not each.isnan().any()}
     updates = rig.backend.matrices
+    if updates is None:
+        return Trained(tensors, 0, rig.groups.tp.rank())
     return Trained(tensors, updates.num_calls, rig.groups.tp.rank(), updates.summary)
 
 
@@ -120,7 +122,54 @@ def distance(ranks: list[Trained], exact: Reference) -> dict[str, float]:
             off[1] += float(true.square().sum())
         for kind, (error, size) in squares.items():
             value = (error / size) ** 0.5
-            found[kind] = value if not value <= found.get(kind, 0.0) else found[kind]
+            found[kind] = value if not value <= found.setdefault(kind, 0.0) else found[kind]
+    return found
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def engine_of(case: Case, model: str = "", override: str = ""):
+    """An engine of this layout, for checkpoints. model: flags in place of the case's."""
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from megaaccum.model import gpt
+    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from tests.support.parity import VOCAB
+
+    plan = replace(case, model=f"{model or case.model} {override}").plan()
+    groups.destroy()
+    built = groups.build(plan.layout, timeout_minutes=1)
+    chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
+    forward = GptForwardStep(built, plan.batch.loss_norm)
+    return initialize(plan, chunks, groups=built, forward_step_func=forward, reports=REPORTS)
+
+
+def held_by(engine, case: Case) -> dict[str, torch.Tensor]:
+    """This tp rank's whole tensors, over all data-parallel ranks."""
+    rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
+    return trained(rig).tensors
+
+
+def take_steps(engine, count: int) -> None:
+    from tests.support.parity import microbatches
+
+    for _ in range(count):
+        first = engine.step * engine.plan.batch.global_batch_size
+        engine.train_step(microbatches(engine.plan, engine.groups.dp.rank(), first))
+
+
+def moved(folder: str, layouts: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """The state after two steps in the first layout, then as each layout loads it."""
+    engine = engine_of(layouts[0])
+    take_steps(engine, 2)
+    engine.save(folder)
+    found = [held_by(engine, layouts[0])]
+    for case in layouts:
+        other = engine_of(case)
+        assert other.load(folder)
+        found.append(held_by(other, case))
+        take_steps(other, 1)
     return found
 
 

@@ -76,14 +76,20 @@ def weight_decay(subject: Subject) -> Iterator[str]:
         yield f"end_weight_decay {end} is less than start_weight_decay {start}, but it can only grow: swap them."
 
 
+def fp32_states(subject: Subject) -> Iterator[str]:
+    """Muon's updates stand where gradients were, in FP32, and so do the moments of Muon and Lion."""
+    optimizer, sharding = subject.optimizer.optimizer, subject.sharding
+    for name in ("grad_accum_dtype", "optimizer_dtype") if optimizer != "adam" else ():
+        if getattr(sharding, name) != "fp32":
+            given = getattr(sharding, name)
+            yield f"{name} {given}: optimizer {optimizer} keeps its states and updates in FP32: set it to fp32."
+
+
 def muon(subject: Subject) -> Iterator[str]:
-    """Muon's updates stand where gradients were, in FP32, and its matrices scale their updates by their own shape."""
-    optimizer, sharding, tp = subject.optimizer, subject.sharding, subject.parallel.tensor_model_parallel_size
+    """Matrices scale their updates by their own shape, and are whole where heads are."""
+    optimizer, tp = subject.optimizer, subject.parallel.tensor_model_parallel_size
     if optimizer.optimizer != "muon":
         return
-    for name in ("grad_accum_dtype", "optimizer_dtype"):
-        if getattr(sharding, name) != "fp32":
-            yield f"{name} {getattr(sharding, name)}: optimizer muon keeps momenta and updates in FP32: set it to fp32."
     if subject.megatron.get("use_mup"):
         yield "optimizer muon: use_mup gives matrices rates by their width, which muon_scale_mode does: leave one out."
     if optimizer.muon_scalar_weight_decay and not optimizer.weight_decay:

@@ -20,6 +20,7 @@ NEEDED = {
     "fp16": "without fp16, as gradients do not underflow in the range of FP32 and BF16: set fp16 to true",
     "grad_norm_guard": "without a guard: set grad_norm_guard to warn, skip or stop",
     "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
+    "optimizer lion": "with optimizer {}: set optimizer to lion",
     "optimizer muon": "with optimizer {}: set optimizer to muon",
     "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
     "sft": "without conversations: set sft to true",

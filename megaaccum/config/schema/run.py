@@ -49,16 +49,21 @@ class StepConfig:
     the bit. For schedules whose ranks end one after the other (zbv). Holds a copy of weights, moments and gradients."""
 
 
-_MUON = "optimizer muon"
+_LION, _MUON = "optimizer lion", "optimizer muon"
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """The optimizer and its schedule (Megatron's OptimizerParamScheduler)."""
 
-    optimizer: Literal["adam", "muon"] = "adam"
-    """adam: AdamW for every parameter. muon: Muon for the weight matrices of layers, each one whole on one rank, and
-    AdamW for all others (embeddings, head, norms, biases, routers)."""
+    optimizer: Literal["adam", "lion", "muon"] = "adam"
+    """adam: AdamW for every parameter. lion: Lion for every parameter (arXiv 2302.06675), with one moment in place of
+    two. muon: Muon for the weight matrices of layers, each one whole on one rank, and AdamW for all others (embeddings,
+    head, norms, biases, routers)."""
+    lion_beta1: Annotated[float, Facts(at_least=0, below=1, needs=_LION)] = 0.95
+    """Share of the moment in what an update is the sign of."""
+    lion_beta2: Annotated[float, Facts(at_least=0, below=1, needs=_LION)] = 0.98
+    """Decay of the moment, an average of gradients."""
     muon_matrices: Annotated[list[str], Facts(needs=_MUON)] = field(default_factory=list)
     """Patterns (`*`, `?`) of names that are matrices besides those of the rule, or with `!` before them are not; the
     last that fits holds."""

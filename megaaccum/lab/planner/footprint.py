@@ -237,13 +237,21 @@ class StateBytes:
 
 
 def state_bytes(
-    mode: ShardingMode, sharding: ShardingConfig, *, with_experts: bool = False, with_undo: bool = False
+    mode: ShardingMode,
+    sharding: ShardingConfig,
+    *,
+    with_experts: bool = False,
+    with_undo: bool = False,
+    moments: int = 2,
 ) -> StateBytes:
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
-    with_experts: finished sums of experts wait for their turn. with_undo: and the copy of `speculative_step`."""
+    with_experts: finished sums of experts wait for their turn. with_undo: and the copy of `speculative_step`. moments:
+    of the optimizer, 1 for Lion."""
     kept = _usual_bytes(mode, sharding)
+    if moments == 1:
+        kept = _with_one_moment(kept, mode, sharding)
     if with_undo:
-        kept = _with_undo(kept, mode, sharding)
+        kept = _with_undo(kept, mode, sharding, moments)
     if sharding.reproducible != "layout":
         return kept
     each = BYTES[sharding.grad_reduce_dtype]
@@ -255,13 +263,24 @@ def state_bytes(
     return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals, waiting_total=in_place)
 
 
-def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+def _with_one_moment(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+    """`kept` with one moment of the masters' precision in place of two."""
+    if mode.backend in ("ddp", "fsdp2"):
+        each = max(BYTES[sharding.params_dtype or "fp32"], 4.0)
+    else:
+        each = 0.0 if sharding.offload_optimizer == "cpu" else 4.0
+    if mode.backend == "ddp":
+        return replace(kept, optimizer=kept.optimizer - each)
+    return replace(kept, optimizer_shard=kept.optimizer_shard - each)
+
+
+def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig, moments: int) -> StateBytes:
     """`kept` with a copy of masters, moments and the gradient that the optimizer reads (`speculative_step`). It lives
     from the update to the verdict, so beside fewer activations than a step's most."""
     if mode.backend == "ddp":
-        return replace(kept, optimizer=kept.optimizer + 4 * kept.param)
+        return replace(kept, optimizer=kept.optimizer + (2 + moments) * kept.param)
     state, grad = BYTES[sharding.optimizer_dtype], BYTES[sharding.grad_accum_dtype]
-    return replace(kept, optimizer_shard=kept.optimizer_shard + 3 * state + grad)
+    return replace(kept, optimizer_shard=kept.optimizer_shard + (1 + moments) * state + grad)
 
 
 def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:

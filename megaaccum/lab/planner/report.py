@@ -167,7 +167,7 @@ def _layout_lines(at: dict[str, Any], batch: BatchPlan) -> list[str]:
 _MEMORY_SOURCES = {
     "parameters": "whole stage in 16 bit under resident, and the ZeRO-3 shard (docs/concepts/design.md)",
     "gradients": "whole stage in grad_accum_dtype until they are reduced, and the shard's",
-    "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, section 3.1)",
+    "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, 3.1); Lion has one",
     "activations": "per layer and micro-batch (arXiv 2205.05198, section 4) * those in flight (planner/pipeline.py)",
     "loss": "logits of one micro-batch: the 16-bit logits, FP32 exponentials, their gradient",
     "workspace": "what is recomputed at once, as far as it is more than the loss that is gone by then; the largest"

@@ -214,6 +214,7 @@ def memory_model(
     """
     model, sharding, in_fp8 = config.model, config.sharding, config.quantization.fp8_format is not None
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
+    moments = 1 if config.optimizer.optimizer == "lion" else 2
     more = dict(with_experts=model.num_experts is not None, with_undo=config.step.speculative_step)
     # DeepSpeed allocates a bucket in full and copies what is in it for the reduction.
     bucket = float(sharding.reduce_bucket_size) if first.backend == "deepspeed" else 0.0
@@ -222,7 +223,10 @@ def memory_model(
         vocab_size=padded_rows(model, vocab_size, sharding.reproducible_tensor_blocks or 1),
         kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
         usage=usage or Usage(),
-        states={(each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more) for each in modes},
+        states={
+            (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more, moments=moments)
+            for each in modes
+        },
         buffer_bytes=bucket * reduce,
         bucket_elements=bucket,
         bucket_bytes=reduce,

@@ -15,6 +15,7 @@ from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.step.chunk_config import batch_statistics
+from megaaccum.upstream import emerging
 
 DTYPES = names.DTYPES
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
@@ -57,26 +58,34 @@ def subject_of(case: Case) -> Subject:
 
 def optimizer_of(named: list[tuple[str, torch.Tensor]], plan: Plan) -> Any:
     """The plan's optimizer over masters of parameters, in one process."""
-    if plan.config.optimizer.optimizer == "adam":
+    keys = plan.config.optimizer
+    if keys.optimizer == "adam":
         return adamw(named, plan)
+    if keys.optimizer == "lion":
+        return emerging.lion(_groups(named, keys.weight_decay), lr=keys.lr, betas=(keys.lion_beta1, keys.lion_beta2))
     from megaaccum.lab.verification.whole_muon import WholeMuon
 
     return WholeMuon(named, plan, adamw)
 
 
 def adamw(named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-    """torch's AdamW over masters of parameters; norms and biases do not decay."""
+    """torch's AdamW over masters of parameters."""
     keys = plan.config.optimizer
-    groups = [
+    betas = (keys.adam_beta1, keys.adam_beta2)
+    return torch.optim.AdamW(_groups(named, keys.weight_decay), lr=keys.lr, betas=betas, eps=keys.adam_eps)
+
+
+def _groups(named: list[tuple[str, torch.Tensor]], weight_decay: float) -> list[dict[str, Any]]:
+    """Masters that decay, and norms and biases, which do not."""
+    groups: list[dict[str, Any]] = [
         {
             "params": [each for _, each in named if (each.dim() > 1) == decays],
-            "weight_decay": keys.weight_decay * decays,
+            "weight_decay": weight_decay * decays,
             "wd_mult": float(decays),  # read by Megatron's schedule
         }
         for decays in (True, False)
     ]
-    betas = (keys.adam_beta1, keys.adam_beta2)
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=keys.lr, betas=betas, eps=keys.adam_eps)
+    return [group for group in groups if group["params"]]
 
 
 def whole_batch(batches: list[Any]) -> Any | None:

@@ -127,9 +127,11 @@ BROKEN: list[Case] = [
         ["end_weight_decay 0.1", "start_weight_decay 0.2"],
     ),
     (
-        "muon", 1, dict(optimizer="muon", grad_accum_dtype="bf16", bf16=True),
-        ["grad_accum_dtype bf16", "set it to fp32"],
+        "fp32_states", 1, dict(optimizer="muon", grad_accum_dtype="bf16", bf16=True),
+        ["grad_accum_dtype bf16: optimizer muon", "set it to fp32"],
     ),
+    ("fp32_states", 1, dict(optimizer="lion", optimizer_dtype="bf16", bf16=True), ["bf16: optimizer lion"]),
+    ("without_effect", 1, dict(lion_beta1=0.9), ["no effect with optimizer adam: set optimizer to lion"]),
     ("muon", 1, dict(optimizer="muon", weight_decay=0, muon_scalar_weight_decay=0.1), ["share of weight_decay"]),
     (
         "muon", 4,

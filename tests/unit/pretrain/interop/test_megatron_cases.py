@@ -36,7 +36,8 @@ OURS = {
     "mixture of experts": case("run", "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"),
     "our backend in the place of Megatron's": case("note", "--use-megatron-fsdp --ckpt-format fsdp_dtensor"),
     "another objective": case("refuse", "--retro-add-retriever"),
-    "another optimizer": case("refuse", "--optimizer lion"),
+    "another optimizer": case("refuse", "--optimizer sgd"),
+    "Lion": case("run", "--optimizer lion --lion-beta1 0.9"),
 }
 
 

@@ -90,8 +90,14 @@ def test_muon_in_blocks_and_other_optimizers_are_refused():
     muon.muon_scalar_optimizer = "lion"
     in_blocks, scalars = optimizer_of(muon, written)[2]
     assert "write --muon-tp-mode duplicated" in in_blocks and "--muon-scalar-optimizer lion: write adam" in scalars
-    with pytest.raises(ConfigError, match=r"lion: write adam \(AdamW\) or muon"):
-        plan_of(args(optimizer="lion"), {})
+    with pytest.raises(ConfigError, match=r"sgd: write adam \(AdamW\), lion or muon"):
+        plan_of(args(optimizer="sgd"), {})
+
+
+def test_lion_takes_its_betas_and_they_do_nothing_without_it():
+    keys = plan_of(args(optimizer="lion", lion_beta1=0.9), {}).config.optimizer
+    assert (keys.optimizer, keys.lion_beta1, keys.lion_beta2) == ("lion", 0.9, 0.98)
+    assert any("--lion-beta1 0.9: no effect without --optimizer lion" in note for note in outcome("--lion-beta1 0.9")[1])
 
 
 # --- every argument of Megatron's -----------------------------------------------------------------------------------
@@ -197,6 +203,6 @@ def test_a_pipeline_that_is_not_filled_is_refused_unless_it_is_allowed(monkeypat
 
 
 def test_everything_at_once():
-    flags = ("--optimizer lion", "--ckpt-format torch", "--log-params-norm", "--use-torch-fsdp2", "--cuda-graph-impl")
+    flags = ("--optimizer sgd", "--ckpt-format torch", "--log-params-norm", "--use-torch-fsdp2", "--cuda-graph-impl")
     error = outcome(" ".join(flags) + " local")[2]
     assert [flag for flag in flags if flag not in error] == []

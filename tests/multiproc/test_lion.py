@@ -1,0 +1,177 @@
+"""Lion under sharding: its updates and its one moment, checkpoints, and bad input."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megaaccum.errors import CheckpointError
+from megaaccum.lab.verification.testing import run_ranks
+from tests.support.faults import differences
+from tests.support.muon import BACKENDS, PIPELINE, Cell, engine_of, moved, problems, take_steps, train, trained
+from tests.support.parity import Case, Rig
+
+MODEL = (
+    "--num_layers 4 --normalization RMSNorm --no_add_bias_linear --swiglu --num_query_groups 2 --weight_decay 0.1"
+    " --lr_decay_style constant --lr 2e-4"
+)
+LION = f"{MODEL} --optimizer lion"
+LAYOUTS = {
+    **{name: f"{flags} --grad_accum_steps 2" for name, flags in BACKENDS.items()},
+    "offload": "--zero_stage 3 --offload_optimizer cpu --grad_accum_steps 2",
+    "tp 2, V": f"--zero_stage 1 {PIPELINE} --tensor_model_parallel_size 2 --schedule dualpipev",
+}
+STEPS = 4
+
+
+def test_weights_and_moments_equal_one_process():
+    """In float64: the sign of a gradient near zero is a matter of rounding."""
+    cells = [
+        Cell(name, Case(4, f"{layout} --params_dtype fp64", f"{LION} --clip_grad 0.1"), "", 1e-11)
+        for name, layout in (
+            ("fsdp2", "--backend fsdp2 --grad_accum_steps 2"),
+            ("streaming", "--backend fsdp2 --sync streaming --tensor_model_parallel_size 2 --grad_accum_steps 2"),
+            ("V", f"--backend ddp {PIPELINE} --schedule zbv"),
+        )
+    ]
+    found = problems(cells)
+    assert not found, "\n".join(found)
+
+
+def updates(cases: list[Case], betas: tuple[float, float] | None = None) -> list[dict[str, float]]:
+    """By kind of tensor, how far each case is after STEPS steps from the library's Lion on whole parameters, which is
+    given the gradients that the steps had. betas: those of the sharded one, by mistake."""
+    return [_update(case, betas) for case in cases]
+
+
+def _update(case: Case, betas: tuple[float, float] | None) -> dict[str, float]:
+    from megaaccum.lab.verification.subject import optimizer_of
+    from megaaccum.upstream import emerging
+
+    lion, seen = emerging.lion, []
+    with patch.object(
+        emerging, "lion", lambda groups, **keys: lion(groups, **keys | ({"betas": betas} if betas else {}))
+    ):
+        rig = Rig.of(case)
+    begun = {name: each.float() for name, each in _of_kind(trained(rig).tensors, "param").items()}
+    rig.train_step.before_update = lambda: seen.append(rig.assemble())
+    for step in range(STEPS):
+        rig.train(step=step, first=step * rig.plan.batch.global_batch_size)
+    reference = optimizer_of(list(begun.items()), rig.plan)
+    for grads in seen:
+        for name, whole in begun.items():
+            whole.grad = grads[name].float()
+        reference.step()
+    ended = trained(rig).tensors
+    moments = {name: reference.state[whole]["exp_avg"] for name, whole in begun.items()}
+    assert not _of_kind(ended, "exp_avg_sq")
+    return {
+        "param": _distance(_of_kind(ended, "param"), begun),
+        "exp_avg": _distance(_of_kind(ended, "exp_avg"), moments),
+    }
+
+
+def _of_kind(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.rpartition("/")[0]: each for key, each in tensors.items() if key.endswith(f"/{kind}")}
+
+
+def _distance(mine: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance of a parameter."""
+    assert mine.keys() == true.keys()
+    return max(float((mine[name] - each).norm() / each.norm()) for name, each in true.items())
+
+
+def test_shards_are_stepped_as_whole_parameters_are():
+    cases = [Case(4, layout, LION) for layout in LAYOUTS.values()]
+    for ranks in run_ranks(updates, 4, cases, timeout=300):
+        for name, found in zip(LAYOUTS, ranks, strict=True):
+            assert found["param"] <= 1e-6 and found["exp_avg"] <= 1e-6, (name, found)
+
+
+def test_exchanged_betas_are_seen():
+    case = Case(2, "--zero_stage 3 --grad_accum_steps 2", LION)
+    for (found,) in run_ranks(updates, 2, [case], betas=(0.98, 0.95), timeout=120):
+        assert found["exp_avg"] > 0.5 and found["param"] > 1e-4, found
+
+
+def test_one_digest_over_layouts():
+    same = "--reproducible layout --grad_accum_steps 2 "
+    cases = [
+        Case(4, same + flags, LION) for flags in ("--zero_stage 3", "--backend fsdp2 --sync streaming", "--backend ddp")
+    ]
+    cases.append(Case(4, f"--reproducible layout --backend megatron {PIPELINE}", LION))
+    by_case = list(zip(*run_ranks(train, 4, [(case, "") for case in cases], timeout=200), strict=True))
+    whole = [{name: each for rank in ranks for name, each in rank.tensors.items()} for ranks in by_case]
+    for case, found in zip(cases[1:], whole[1:], strict=True):
+        assert not differences(whole[0], found), case
+
+
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+def held(cases: list[Case]) -> list[float]:
+    """Bytes of KINDS that this rank held at most in the second step of each case."""
+    found = []
+    for case in cases:
+        rig = Rig.of(case)
+        memory = [rig.train(step=step, first=0).memory for step in range(2)][-1]
+        found.append(sum(memory[kind] for kind in KINDS))
+    return found
+
+
+def test_what_is_held_is_within_two_percent_of_the_prediction():
+    from megaaccum.lab.planner import footprint
+    from megaaccum.lab.planner.sync_mode import Forecast
+    from tests.support.parity import VOCAB
+
+    model = f"{LION} --untie_embeddings_and_output_weights"
+    cases = [Case(4, f"{flags} --grad_accum_steps 2", model) for flags in BACKENDS.values()]
+    by_rank = run_ranks(held, 4, cases, timeout=200)
+    for number, case in enumerate(cases):
+        plan = case.plan()
+        memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
+        predicted = sum(memory[kind] for kind in KINDS)
+        assert max(rank[number] for rank in by_rank) == pytest.approx(predicted, rel=0.02), case
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_the_moment_moves_between_layouts(tmp_path):
+    layouts = [
+        Case(4, "--zero_stage 3 --grad_accum_steps 2", LION),
+        Case(4, "--backend fsdp2 --data_parallel_replicas 2 --grad_accum_steps 2", LION),
+        Case(4, "--backend megatron --pipeline_model_parallel_size 2 --pp_microbatches 4", LION),
+    ]
+    by_rank = run_ranks(moved, 4, str(tmp_path), layouts, timeout=200)
+    for number, case in enumerate(layouts, start=1):
+        found = {name: each for rank in by_rank for name, each in rank[number].items()}
+        assert not differences(by_rank[0][0], found), case
+
+
+def exchanged(folder: str, case: Case) -> list[str]:
+    """Refusals of a checkpoint of the other optimizer, each with `override optimizer` too."""
+    refused = []
+    for model, other in ((LION, MODEL), (MODEL, LION)):
+        engine = engine_of(case, model)
+        take_steps(engine, 1)
+        engine.save(f"{folder}/{len(refused)}")
+        for override in ("", "--override optimizer"):
+            with pytest.raises(CheckpointError) as error:
+                engine_of(case, other, override).load(f"{folder}/{len(refused) // 2 * 2}")
+            refused.append(str(error.value))
+    return refused
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    case = Case(2, "--backend ddp --grad_accum_steps 2", LION)
+    for refused in run_ranks(exchanged, 2, str(tmp_path), case, timeout=120):
+        assert "made with lion, the configuration says adam" in refused[0]
+        assert (
+            "has exp_avg, not exp_avg and exp_avg_sq, in" in refused[1]
+            and "where another optimizer stepped it" in refused[1]
+        )
+        assert "made with adam, the configuration says lion" in refused[2]
+        assert "has exp_avg and exp_avg_sq, not exp_avg, in" in refused[3]
