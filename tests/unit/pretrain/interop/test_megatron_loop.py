@@ -97,7 +97,9 @@ def test_muon_in_blocks_and_other_optimizers_are_refused():
 def test_lion_takes_its_betas_and_they_do_nothing_without_it():
     keys = plan_of(args(optimizer="lion", lion_beta1=0.9), {}).config.optimizer
     assert (keys.optimizer, keys.lion_beta1, keys.lion_beta2) == ("lion", 0.9, 0.98)
-    assert any("--lion-beta1 0.9: no effect without --optimizer lion" in note for note in outcome("--lion-beta1 0.9")[1])
+    assert any(
+        "--lion-beta1 0.9: no effect without --optimizer lion" in note for note in outcome("--lion-beta1 0.9")[1]
+    )
 
 
 # --- every argument of Megatron's -----------------------------------------------------------------------------------
