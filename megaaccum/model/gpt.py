@@ -224,9 +224,12 @@ def build_chunk(plan: Plan, groups: Groups, config: TransformerConfig, vocab_siz
         # A stage with prediction layers has a copy of the embedding and gives it to the head. Megatron-core 0.19 makes
         # a weight for the head all the same, which nothing reads, under what would be the same name.
         built.output_layer.weight = None
-    if plan.config.sharding.reproducible == "layout" and built.pre_process and built.post_process:
-        copy_for_head(built)
-        copy_for_prediction(built)
+    if plan.config.sharding.reproducible == "layout":
+        if built.pre_process and built.post_process:
+            copy_for_head(built)
+            copy_for_prediction(built)
+        if built.mtp_process:
+            sum_before_prediction(built)
     return built
 
 
@@ -259,6 +262,13 @@ def copy_for_prediction(chunk: GPTModel) -> None:
     chunk.mtp.register_forward_pre_hook(
         lambda mtp, args, given: (args, given | {"embedding": mtp.embedding}), with_kwargs=True
     )
+
+
+def sum_before_prediction(chunk: GPTModel) -> None:
+    """Have the gradient of a prediction layer's hidden states added up before it meets that of the head, as it is where
+    the layer is recomputed: an RMS norm, several functions of torch's on a CPU, otherwise gives two terms of three."""
+    for layer in chunk.mtp.layers:
+        layer.hnorm.register_forward_pre_hook(lambda norm, args: (args[0].view_as(args[0]), *args[1:]))
 
 
 def _copy_of(weight: torch.nn.Parameter) -> Any:

@@ -30,6 +30,7 @@ HALF = "--grad_reduce_dtype bf16 "
 EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
 RMS = BF16 + "--normalization RMSNorm "
 MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope "
+MTP += "--normalization RMSNorm "
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
@@ -50,8 +51,8 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
     row(4, "--pp_microbatches 4 ", RMS),
     row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS),
-    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 ", MTP),
-    row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + RMS),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 --recompute_granularity full ", MTP),
+    row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + BF16),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --zero_stage 1 " + EP2, EXPERTS),
     row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16),
     row(4, "--pp_microbatches 8 --backend fsdp2 " + TP2, CUT),
@@ -183,6 +184,14 @@ def one_weight_for_two_uses() -> Iterator[None]:
         yield
 
 
+def hidden_states_in_three_terms() -> Iterator[None]:
+    """A prediction layer's norm adds two terms to the gradient of its input, one after the other."""
+    from megaaccum.model import gpt
+
+    with patch.object(gpt, "sum_before_prediction", lambda chunk: None):
+        yield
+
+
 def linear_of_deepspeed() -> Iterator[None]:
     """ZeRO-3 computes nn.Linear by DeepSpeed's function."""
     import torch
@@ -292,6 +301,7 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
         (linear_of_deepspeed, row(4, "--pp_microbatches 4 ", OWN + BF16), "gradient"),
         (rounded_on_arrival, row(4, "--pp_microbatches 4 ", RMS), "gradient"),
         (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
+        (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
         (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
         (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
         (columns_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
