@@ -24,6 +24,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
     if (args.via or args.like) and args.hf is None:
         raise ConfigError("--via and --like say how a Hugging Face model is written: give --hf DIR")
+    if args.only_weights and args.megatron is None:
+        raise ConfigError(
+            "--only_weights leaves the optimizer's state out of Megatron's checkpoint: give --megatron DIR"
+        )
     from megaaccum.platform import cpu
 
     cpu.install()  # before Megatron is imported
@@ -35,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"wrote {args.consolidated}: the weights of {args.run} in {args.dtype or 'fp32'}")
         return 0
     if args.megatron is not None:
-        step = torch_dist_out.write(args.megatron, *current_of(args.run, args.checkpoint), dtype=args.dtype)
-        print(f"wrote {args.megatron}: the weights of {args.run} as Megatron's checkpoint of iteration {step}")
+        source, only_weights = current_of(args.run, args.checkpoint), args.only_weights
+        step = torch_dist_out.write(args.megatron, *source, dtype=args.dtype, only_weights=only_weights)
+        what = "the weights" if only_weights else "the weights and the optimizer's state"
+        print(f"wrote {args.megatron}: {what} of {args.run} as Megatron's checkpoint of iteration {step}")
         return 0
     export = Export.of_run(
         args.run,
@@ -72,6 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
     )
+    parser.add_argument("--only_weights", action="store_true", help="with --megatron: without the optimizer's state")
     parser.add_argument("--family", choices=list(families()["families"]), help="default: the first that has the model")
     parser.add_argument(
         "--like", type=Path, metavar="DIR", help="a model with the config.json and tokenizer (default: init_from)"

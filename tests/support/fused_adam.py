@@ -14,8 +14,8 @@ class CountsCalls(torch.optim.Optimizer):
     """AdamW that keeps its count per group and raises it in each call, in every group, empty ones too (as
     transformer-engine 2.20 and apex)."""
 
-    def __init__(self, params, lr, betas, eps):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+    def __init__(self, params, lr, betas, eps, weight_decay=0.0, **options):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):

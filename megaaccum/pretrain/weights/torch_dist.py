@@ -99,9 +99,7 @@ class TorchDist:
             )
         try:
             (state,) = self._content(self._chunks[COMMON][0], COMMON)
-            groups = (
-                state["optimizer"]["optimizer"]["param_groups"] if with_optimizer else [{"step": state["iteration"]}]
-            )
+            groups = _groups(state["optimizer"]) if with_optimizer else [{"step": state["iteration"]}]
             samples = getattr(state.get("args"), "consumed_train_samples", None)
             return int(state["iteration"]), int(next(each["step"] for each in groups if "step" in each)), samples
         except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
@@ -184,6 +182,12 @@ class TorchDist:
 def _unchained(key: str) -> str:
     """The key of a tensor without the number of the optimizer that has it: Megatron steps experts by another one."""
     return re.sub(r"^chained_\d+\.", "", key)
+
+
+def _groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The groups of an optimizer's state, or of several optimizers', by number."""
+    states = [state] if "optimizer" in state else state.values()
+    return [group for each in states for group in each["optimizer"]["param_groups"]]
 
 
 def _moment(kind: str) -> str:

@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megaaccum.checkpoint.folders import step_of
+from megaaccum.checkpoint.folders import Progress, read_progress, step_of
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
@@ -22,15 +24,27 @@ from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, Place, places_
 from megaaccum.pretrain.weights.weights_out import WholeCheckpoint
 
 
-def write(folder: Path, config: Config, checkpoint: Path, *, dtype: str | None = None) -> int:
-    """Write the weights of the checkpoint of a run of `config` (resolved) into `folder`, which appears when all of it
-    is there, as Megatron's `--load` takes them: under any layout, by its local layers and those of Transformer Engine.
-    dtype: default the run's. Returns the iteration. Raises MegaaccumError."""
+def write(
+    folder: Path, config: Config, checkpoint: Path, *, dtype: str | None = None, only_weights: bool = False
+) -> int:
+    """Write the checkpoint of a run of `config` (resolved) into `folder`, which appears when all of it is there, as
+    Megatron's `--load` takes it: under any layout, by its local layers and those of Transformer Engine, with the
+    optimizer's state in its form `fully_reshardable` unless `only_weights`.
+
+    dtype: of the weights, default the run's; the optimizer's are FP32 masters and moments. Returns the iteration.
+    Raises MegaaccumError.
+    """
     if "hybrid_layer_pattern" in config.megatron:
         raise ConfigError("hybrid_layer_pattern: Megatron's names of state-space layers are not written, only of GPT's")
+    if (chosen := config.optimizer.optimizer) != "adam" and not only_weights:
+        raise ConfigError(f"optimizer {chosen}: Megatron's form of its state is not written: add --only_weights")
     whole, step = WholeCheckpoint(checkpoint), max(step_of(checkpoint), 0)
     planner = _Streamed(whole, names.DTYPES[dtype or config.sharding.params_dtype or "fp32"], _lies_together(config))
-    planner.add_object(COMMON, {"iteration": step, "checkpoint_version": 3.0})
+    common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
+    if not only_weights:
+        planner.add_optimizer()
+        common |= _training(config, read_progress(checkpoint))
+    planner.add_object(COMMON, common)
     with safetensors_folder.written_aside(folder) as aside:
         inside = aside / f"iter_{step:07d}"
         dcp.save({}, storage_writer=dcp.FileSystemWriter(inside), planner=planner, no_dist=True)
@@ -38,6 +52,59 @@ def write(folder: Path, config: Config, checkpoint: Path, *, dtype: str | None =
         (inside / "metadata.json").write_text(json.dumps(kind), encoding="utf-8")
         (aside / LATEST).write_text(str(step), encoding="utf-8")
     return step
+
+
+def _training(config: Config, progress: Progress) -> dict[str, Any]:
+    """Megatron's record of a training (0.19): groups of its optimizer, which it finds by their rates, schedule, and the
+    arguments that it compares or continues from. Experts that are spread have an optimizer of their own there."""
+    keys, model = config.optimizer, config.model
+    ends = [(False, keys.lr, keys.min_lr)]
+    if keys.decoupled_lr is not None:
+        ends.append((True, keys.decoupled_lr, keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr))
+    plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "eps": keys.adam_eps, "bias_correction": True}
+    plain |= {"lr_mult": 1.0, "step": progress.num_updates, "amsgrad": False, "maximize": False}
+
+    def optimizer(is_expert: bool) -> dict[str, Any]:
+        groups = [
+            plain
+            | {
+                "max_lr": most,
+                "min_lr": least,
+                "lr": most,
+                "wd_mult": decays,
+                "weight_decay": keys.weight_decay * decays,
+            }
+            | {"is_decoupled_lr": is_decoupled, "is_expert_parallel": is_expert, "default_config": not is_decoupled}
+            for is_decoupled, most, least in ends
+            for decays in (1.0, 0.0)
+        ]
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _FORM}
+
+    is_spread = model.num_experts is not None and config.parallel.expert_model_parallel_size > 1
+    arguments = SimpleNamespace(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        add_position_embedding=model.position_embedding_type == "learned_absolute",
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        consumed_train_samples=progress.consumed_samples,
+        consumed_valid_samples=0,
+        no_save_rng=True,
+    )
+    return {
+        "optimizer": {number: optimizer(bool(number)) for number in range(2)} if is_spread else optimizer(False),
+        "opt_param_scheduler": {name: progress.lr_schedule[name] for name in _SCHEDULE if name in progress.lr_schedule},
+        "args": arguments,
+        "content_metadata": {"distrib_optim_sharding_type": _FORM, "chained_optim_avoid_prefix": True},
+    }
+
+
+_FORM = "fully_reshardable"
+_SCHEDULE = (
+    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
+    "wd_incr_style", "wd_incr_steps",
+)  # fmt: skip
+"""The state of Megatron's schedule, which counts samples too."""
 
 
 def _lies_together(config: Config) -> bool:
@@ -56,18 +123,28 @@ class _Streamed(dcp.DefaultSavePlanner):
             lengths[place.key] = place
         self._contents: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor | io.BytesIO]] = {}
         self._items: list[WriteItem] = []
+        self._whole, self._shapes, self._places, self._lengths = whole, shapes, places, lengths
         for name, place in places:
-            kind = torch.float32 if whole.is_buffer(name) else dtype
-            offsets = torch.Size((*place.index, *(0 for _ in shapes[name])))
-            sizes = torch.Size((*(1 for _ in place.index), *shapes[name]))
-            count = tuple(last + 1 for last in lengths[place.key].index)
-            length = torch.Size((*count, *shapes[name]))
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(kind), length)
-            self._items.append(WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=data))
-            self._contents[place.key, offsets] = partial(_read, whole, name, kind, sizes)
+            self._add(name, place, "param", torch.float32 if whole.is_buffer(name) else dtype)
             for module in _modules(place.key):
-                at, of = (".".join(map(str, each)) for each in (place.index or (0,), count or (1,)))
+                count = (last + 1 for last in lengths[place.key].index)
+                at, of = (".".join(map(str, each)) or other for each, other in ((place.index, "0"), (count, "1")))
                 self.add_object(f"{module}._extra_state/shard_{at}_{of}", None)
+
+    def add_optimizer(self) -> None:
+        """Write the masters and moments of all trained parameters too."""
+        for name, place in self._places:
+            for kind in ("param", "exp_avg", "exp_avg_sq") if self._whole.has(name, "exp_avg") else ():
+                self._add(name, place, kind, torch.float32, before=f"optimizer.state.{kind}.")
+
+    def _add(self, name: str, place: Place, kind: str, dtype: torch.dtype, before: str = "") -> None:
+        key, shape = before + place.key, self._shapes[name]
+        offsets = torch.Size((*place.index, *(0 for _ in shape)))
+        sizes = torch.Size((*(1 for _ in place.index), *shape))
+        length = torch.Size((*(last + 1 for last in self._lengths[place.key].index), *shape))
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), length)
+        self._items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        self._contents[key, offsets] = partial(_read, self._whole, name, kind, dtype, sizes)
 
     def add_object(self, key: str, content: object) -> None:
         """Write `content` besides, as Megatron writes what is no tensor."""
@@ -94,5 +171,5 @@ def _modules(key: str) -> Iterator[str]:
             yield key.replace("linear_proj.weight", "core_attention")
 
 
-def _read(whole: WholeCheckpoint, name: str, dtype: torch.dtype, sizes: torch.Size) -> torch.Tensor:
-    return whole.read(name).to(dtype).view(sizes)
+def _read(whole: WholeCheckpoint, name: str, kind: str, dtype: torch.dtype, sizes: torch.Size) -> torch.Tensor:
+    return whole.read(name, kind).to(dtype).view(sizes)

@@ -58,7 +58,7 @@ def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtyp
 
 
 class WholeCheckpoint:
-    """The whole weights of the checkpoint in a folder, whatever layout wrote it; each is read when it is asked for."""
+    """The whole tensors of the checkpoint in a folder, whatever layout wrote it; each is read when it is asked for."""
 
     def __init__(self, folder: Path):
         self._reader = CheckpointReader(folder, read_progress(folder).metadata_sha256)
@@ -78,12 +78,17 @@ class WholeCheckpoint:
     def is_buffer(self, name: str) -> bool:
         return name in self._buffers
 
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor `name`. Raises DamagedCheckpoint if its bytes are not those that were written."""
+    def has(self, name: str, kind: str) -> bool:
+        """Whether there is a tensor of the optimizer's for a parameter."""
+        return self._stored.has(name, kind)
+
+    def read(self, name: str, kind: str = "param") -> torch.Tensor:
+        """The whole tensor `name`, or the optimizer's of that kind for it. Raises DamagedCheckpoint if its bytes are
+        not those that were written."""
         if name in self._buffers:
             return self._reader.read([_BUFFER + name])[_BUFFER + name]
         shape = self._stored.shape(name) or ()
-        wanted = Piece(name, "param", shape, Cut(torch.Size(shape).numel()), 0, torch.Size(shape).numel())
+        wanted = Piece(name, kind, shape, Cut(torch.Size(shape).numel()), 0, torch.Size(shape).numel())
         whole: torch.Tensor | None = None
         for piece, start, stop in self._stored.overlapping(wanted):
             part = self._reader.read([piece.key])[piece.key]
