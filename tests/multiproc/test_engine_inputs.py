@@ -152,7 +152,7 @@ def wrong_models() -> dict[str, str]:
 
 MODELS = {
     "again": "the model, or a part of it, is another engine's already",
-    "megatron": "backend megatron shards the state of Adam, not of SGD",
+    "megatron": "backend megatron shards the state of Adam or Lion, not of SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
