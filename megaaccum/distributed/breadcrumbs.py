@@ -27,7 +27,9 @@ class Trace:
 
     def __init__(self) -> None:
         self.phase = "before its first phase"
-        self.message = ""
+        self.exchange: tuple[str, str, str] | None = None
+        """The last exchange of messages, the action that it came after, and whether it is done. Put into words when they
+        are read: this is written thousands of times before."""
         self._action = ""
         self._begun = ""
         self._launched: deque[tuple[str, torch.cuda.Event]] = deque()
@@ -69,6 +71,12 @@ class Trace:
             parts.append(f"of which the GPU has begun {self._begun or 'none'}")
         return ", ".join([*parts, f"last P2P {self.message or 'none'}"])
 
+    @property
+    def message(self) -> str:
+        """The last exchange, in words."""
+        name, action, state = self.exchange or ("", "", "")
+        return f"{name} after {action or 'nothing'}, {state}" if name else ""
+
 
 _METHODS = (
     "recv_forward recv_backward send_forward send_backward send_forward_recv_backward send_backward_recv_forward"
@@ -87,9 +95,9 @@ def traced(communicator: P2PCommunicator, trace: Trace) -> P2PCommunicator:
 def _noting(name: str, exchange: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     @wraps(exchange)
     def exchange_and_note(*args: Any, **kwargs: Any) -> Any:
-        trace.message = f"{name} after {trace.action or 'nothing'}, not done"
+        trace.exchange = name, trace.action, "not done"
         result = exchange(*args, **kwargs)
-        trace.message = f"{name} after {trace.action or 'nothing'}, done"
+        trace.exchange = name, trace.action, "done"
         return result
 
     return exchange_and_note

@@ -90,6 +90,11 @@ class Fp8:
             te.make_states(chunk)
             self.tensors |= {PREFIX + over_stages(chunk, name): tensor for name, tensor in te.states(chunk)}
 
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether there are chunks whose passes it has to follow."""
+        return bool(self._histories)
+
     # --- weights ---
 
     def begin_attempt(self) -> None:

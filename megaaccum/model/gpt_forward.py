@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -29,6 +30,15 @@ the unmasked ones, and document_starts, bool of that shape in host memory, which
 tensor that no stage of this rank reads may be None."""
 
 
+class _Form(NamedTuple):
+    """What does not change of a chunk: the tensors of a micro-batch that it reads, and its attributes. To look for one
+    that a module lacks takes as long as a small operator."""
+
+    reads: tuple[str, ...]
+    packs_rows: bool
+    loss_cut: Any
+
+
 class GptForwardStep:
     """The sum over unmasked tokens of the cross entropy, weighed by their number (`loss_norm: token`), or the mean of
     each micro-batch, weighed 1 (`microbatch`). Under context parallelism, of this rank's part of the sequences."""
@@ -39,28 +49,39 @@ class GptForwardStep:
     def __init__(self, groups: Groups, loss_norm: str):
         self._cp = groups.collection.cp
         self._per_token = loss_norm == "token"
+        self._forms: WeakKeyDictionary[Any, _Form] = WeakKeyDictionary()
 
     def __call__(
         self, data_iterator: Iterator[Microbatch], chunk: Any, *, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[torch.Tensor], Loss]]:
         """Output of `chunk` for the next micro-batch, and its loss function; with `return_schedule_plan`, Megatron's
         plan of that computation in place of the output."""
-        microbatch = next(data_iterator)
-        read = {name: microbatch[name] for name in read_by([chunk]) if microbatch.get(name) is not None}
-        starts = read.pop("document_starts", None)
-        batch = self._own_part({name: each.to(cpu.device(), non_blocking=True) for name, each in read.items()})
-        given: dict[str, Any] = batch | {"attention_mask": starts}
-        if packs_rows(chunk):
+        microbatch, form = next(data_iterator), self._form_of(chunk)
+        batch = {name: each for name in form.reads if (each := microbatch.get(name)) is not None}
+        if cpu.has_accelerator():
+            batch = {name: each.to(cpu.device(), non_blocking=True) for name, each in batch.items()}
+        if self._cp.size() > 1:
+            batch = self._own_part(batch)
+        starts = microbatch.get("document_starts")
+        given: dict[str, Any] = {**batch, "attention_mask": starts}
+        if form.packs_rows:
             given = _as_one_row(batch, whole_rows(microbatch["loss_mask"].shape) if starts is None else starts, chunk)
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
         inputs = [given.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
         output = compute(*inputs, labels=given.pop("labels", None), loss_mask=given.pop("loss_mask", None), **given)
         (tokens,) = (1.0,) if self._per_token else _counts([microbatch])
-        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens, getattr(chunk, "loss_cut", None))
+        return output, partial(self._loss_of_rows, batch.get("loss_mask"), tokens, form.loss_cut)
+
+    def _form_of(self, chunk: Any) -> _Form:
+        if (form := self._forms.get(chunk)) is None:
+            reads = tuple(name for name in read_by([chunk]) if name != "document_starts")
+            form = self._forms[chunk] = _Form(reads, packs_rows(chunk), getattr(chunk, "loss_cut", None))
+        return form
 
     def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, cut: Any, output: torch.Tensor) -> Loss:
         assert mask is not None, "the last stage reads it, and only that one has a loss"
-        output = output.view(*mask.shape, *output.shape[2:])
+        if output.shape != mask.shape:
+            output = output.view(*mask.shape, *output.shape[2:])
         if cut is None:
             return self.loss(mask, tokens, output)
         # Sums of blocks of a sequence, wide enough that adding them rounds nothing (executor/blocks.py).
@@ -73,7 +94,7 @@ class GptForwardStep:
         sequence]. tokens: the micro-batch's unmasked tokens. output: cross entropy per token, shaped like `mask`."""
         # Half precision would lose the sum. Float64 is the lane that is compared to 1e-12.
         losses = output if output.dtype is torch.float64 else output.float()
-        total = (losses.view(-1) * mask.reshape(-1).to(losses.dtype)).sum()
+        total = (losses * mask.to(losses.dtype)).sum()
         if self._per_token:
             return total, mask.count_nonzero(), {}
         # The micro-batch's ranks of context parallelism weigh 1 together.
@@ -86,12 +107,12 @@ class GptForwardStep:
 
     def token_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """The factor on a token's loss in the sum of its micro-batch."""
-        return [1.0 if self._per_token else 1.0 / max(count, 1.0) for count in _counts(microbatches)]
+        if self._per_token:
+            return [1.0] * len(microbatches)
+        return [1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
     def _own_part(self, batch: Microbatch) -> Microbatch:
         """This context-parallel rank's part of the sequences."""
-        if self._cp.size() == 1:
-            return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         return cast("Microbatch", get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False))

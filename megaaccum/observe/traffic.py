@@ -65,7 +65,8 @@ class Meter:
     most_receiving: int = 0
     """Most bytes of receive buffers that were posted and not read yet, while it was on last."""
     _receiving: int = 0
-    _counts: Traffic = field(default_factory=dict)
+    _counts: dict[tuple[str, Any, torch.dtype], Count] = field(default_factory=dict)
+    """By collective, group and dtype, in bytes of the whole buffer."""
     _lanes: dict[tuple[str, Any, torch.dtype], tuple[str, float]] = field(default_factory=dict)
     """(name, share of the buffer that crosses) by collective, group and dtype."""
 
@@ -84,11 +85,11 @@ class Meter:
                 self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)
                 return
-            lane, share = self._lanes.get((collective, group, dtype)) or self._new_lane(collective, group, dtype)
-            if (count := self._counts.get(lane)) is None:
-                count = self._counts[lane] = Count()
+            key = collective, group, dtype
+            if (count := self._counts.get(key)) is None:
+                count = self._counts[key] = Count()
             count.calls += calls
-            count.num_bytes += calls * share * num_bytes
+            count.num_bytes += calls * num_bytes
             count.seconds += seconds
 
         with pytorch.watched_collectives(note):
@@ -98,7 +99,14 @@ class Meter:
     def pop(self) -> Traffic:
         """The traffic since it is on, or since the last call."""
         counts, self._counts = self._counts, {}
-        return dict(sorted(counts.items()))
+        found: Traffic = {}
+        for key, count in counts.items():
+            lane, share = self._lanes.get(key) or self._new_lane(*key)
+            total = found.setdefault(lane, Count())
+            total.calls += count.calls
+            total.num_bytes += share * count.num_bytes
+            total.seconds += count.seconds
+        return dict(sorted(found.items()))
 
     def _new_lane(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
         name = f"{collective}/{self._names().get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"

@@ -21,13 +21,13 @@ def flush_arguments(
     interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-    observers: list[object] = [steps.observer.trace, steps.fp8]
+    observers: list[object] = [steps.observer.trace, *([steps.fp8] if steps.fp8.keeps_scales else [])]
     steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
     observers.append(steps.backend.sums)
     if steps.seeds.may_be_needed(batch.forward_step_func):
         observers.append(steps.seeds)
     steps.side_losses.begin_flush(batch)
-    if not interleaves:
+    if steps.side_losses.are_there and not interleaves:
         observers.append(steps.side_losses)
     if steps.probe is not None:
         observers.append(steps.probe)

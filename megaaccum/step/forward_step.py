@@ -39,8 +39,10 @@ class ForwardStep:
             for event in ("begin_forward", "end_forward", "begin_backward")
         )
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
+        self._has_loss = [bool(getattr(chunk, "post_process", False)) for chunk in chunks]
         self._next = [0] * len(chunks)
         self._in_backward: tuple[int, int] | None = None
+        self._no_tokens: torch.Tensor | None = None
 
     def __call__(
         self, data_iterator: Iterator[Any], chunk: torch.nn.Module, *, return_schedule_plan: bool = False
@@ -63,7 +65,7 @@ class ForwardStep:
             output = pytorch.without_base(output)
         for end in self._end_forward:
             end(*at, output)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
+        if isinstance(output, torch.Tensor) and output.requires_grad and not self._has_loss[number]:
             output.register_hook(lambda _grad: self._begins(at))
         return output, self.scaled_loss(index, at, loss_func)
 
@@ -94,10 +96,11 @@ class ForwardStep:
             self._tally.losses.append(loss)
             self._tally.weights.append(weight)
             self._tally.reports.append(reports)
-            no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
+            if self._no_tokens is None:
+                self._no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
             if total.requires_grad:
                 total.register_hook(lambda _grad: self._begins(at))
-            return total * self._divisor.in_loss, no_tokens, no_tokens
+            return total * self._divisor.in_loss, self._no_tokens, self._no_tokens
 
         return scaled
 

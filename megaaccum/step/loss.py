@@ -155,7 +155,9 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         raise StepError(f"the third value of a loss function has to be a dict of reports, not {type(reports).__name__}")
     if isinstance(weight, int | float):  # filled there: for a copy the host would wait
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
-    weight = torch.as_tensor(weight).detach().to(device=total.device, dtype=torch.float64)
+    elif not isinstance(weight, torch.Tensor):
+        weight = torch.as_tensor(weight)
+    weight = weight.detach().to(device=total.device, dtype=torch.float64)
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
     # Cloned: what is reported must not change if it is scaled in place.
@@ -163,7 +165,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise StepError(f"reports of a loss function have to be numbers or tensors: {error}") from None
-    return total.reshape(()), weight.reshape(()), kept
+    return total if total.dim() == 0 else total.reshape(()), weight.reshape(()), kept
 
 
 class ReportReducer:

@@ -45,6 +45,11 @@ class SideLosses:
         self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
         self._batch: Microbatches | None = None
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the chunks have losses beside that of the last stage."""
+        return self._balances or self._predicts
+
     def begin_attempt(self, divisor: Divisor, loss_scale: float) -> None:
         """Take the divisor and the loss scale of a step's backwards."""
         self._divisor, self._loss_scale = divisor, loss_scale
@@ -56,7 +61,7 @@ class SideLosses:
 
     def begin_flush(self, batch: Microbatches) -> None:
         """Give Megatron the scales that most micro-batches of `batch` have: those of its first real one."""
-        self._batch = batch if self._balances or self._predicts else None
+        self._batch = batch if self.are_there else None
         if self._batch is None:
             return
         if self._divisor.total is None and batch.weights is None and self._weighs:

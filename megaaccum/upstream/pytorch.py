@@ -254,17 +254,17 @@ def _replace_collectives() -> None:
             return plain_wait(work, *args, **kwargs)
         finally:
             if id(work) in _waited:
-                _tell(_waited.pop(id(work)), time.perf_counter() - start, calls=0)
+                _tell_waited(_waited.pop(id(work)), time.perf_counter() - start)
             else:  # one handle for a batch of messages, as NCCL gives
                 for key in [key for key, (_, group, *_) in _waited.items() if gives_one_handle(group)]:
-                    _tell(_waited.pop(key), 0.0, calls=0)
+                    _tell_waited(_waited.pop(key), 0.0)
 
     setattr(Work, "wait", wait)  # noqa: B010
 
 
-def _tell(heard: Heard, seconds: float, *, calls: int = 1) -> None:
+def _tell_waited(heard: Heard, seconds: float) -> None:
     for note in _listeners:
-        note(*heard, seconds, calls=calls)
+        note(*heard, seconds, calls=0)
 
 
 def noting(method: Callable[..., Any], collective: str, position: int) -> Callable[..., Any]:
@@ -273,17 +273,17 @@ def noting(method: Callable[..., Any], collective: str, position: int) -> Callab
     def call(group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not _listeners or group.size() == 1:
             return method(group, *args, **kwargs)
+        start = time.perf_counter()
+        work = method(group, *args, **kwargs)
+        seconds = time.perf_counter() - start
         # Sizes alone, and no tensor: a send on NCCL is polled, and may never be waited for.
         heard: list[Heard] = [(collective, group, each.dtype, each.nbytes) for each in _flat(args[position])]
         if collective == "all_to_all":
             sizes = _from_others([size for *_, size in heard], group, args[2] if len(heard) == 1 else None)
             heard = [(*each[:3], size) for each, size in zip(heard, sizes, strict=True)]
-        start = time.perf_counter()
-        work = method(group, *args, **kwargs)
-        seconds = time.perf_counter() - start
-        for each in heard:
-            _tell(each, seconds)
-            seconds = 0.0
+        for note in _listeners:
+            for number, each in enumerate(heard):
+                note(*each, 0.0 if number else seconds)
         if work is not None and heard:
             _waited[id(work)] = heard[0]
         return work
@@ -303,4 +303,8 @@ def _from_others(sizes: list[int], group: torch.distributed.ProcessGroup, splits
 
 def _flat(tensors: Any) -> list[torch.Tensor]:
     """The tensors in a tensor, or in a sequence of sequences of them."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else [one for each in tensors for one in _flat(each)]
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+        return [tensors[0]]
+    return [one for each in tensors for one in _flat(each)]
