@@ -77,7 +77,7 @@ def bare_steps(hidden: int, steps: int) -> float:
 
     from megaaccum.distributed import groups
     from megaaccum.lab.verification.subject import gpt_loss
-    from megaaccum.lab.verification.whole_muon import is_matrix
+    from megaaccum.lab.verification.whole_matrices import is_matrix
     from megaaccum.model import gpt, names
 
     plan = plan_of(hidden, "", 1)

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
     from megaaccum.sharding import ShardingBackend
     from megaaccum.sharding.base import StatePiece
+    from megaaccum.sharding.ownership import MatrixUpdates
 
 _AT_ONCE = 1 << 24
 """Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
+_OF_MATRICES = ("momentum_buffer", "soap_step_0")
+"""Kinds that tell whether Muon or SOAP stepped a parameter."""
 _STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)\.")
 """Parameters that consist of several matrices, each cut over tensor-parallel ranks, which `Cut` does not describe."""
 
@@ -89,7 +92,8 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The content of one stored tensor: elements `start` to `stop` of a part of parameter `name`. kind: param, exp_avg,
-    exp_avg_sq (Lion has none), or Muon's momentum_buffer."""
+    exp_avg_sq (Lion has none), Muon's momentum_buffer, or SOAP's `soap_L_0` and others of the parameter's matrix 0 (1,
+    2), which are not cut."""
 
     name: str
     kind: str
@@ -124,6 +128,8 @@ class Piece:
 
 def is_elsewhere(piece: StatePiece, groups: Groups) -> bool:
     """Whether another rank holds the same piece and writes it."""
+    if piece.shape is not None:
+        return False
     twice = names.is_tied_copy(piece.param) or (groups.tp.rank() > 0 and names.is_same_over_tp(piece.param))
     return twice or piece.replica > 0
 
@@ -138,12 +144,18 @@ def held_pieces(
 ) -> Iterator[tuple[Piece, torch.Tensor, bool]]:
     """(piece, flat view of its tensor, whether this rank writes it) for every piece on this rank."""
     for state in backend.state():
-        shape, cut = names.whole_shape(state.param, groups), Cut.from_param(state.param, groups)
+        shape, cut = _form(state, groups)
         writes = not is_elsewhere(state, groups)
         for kind, tensor in state.tensors.items():
             if kind == "param" or not only_weights:
-                piece = Piece(state.name, kind, tuple(shape), cut, state.start, state.start + tensor.numel())
+                piece = Piece(state.name, kind, shape, cut, state.start, state.start + tensor.numel())
                 yield piece, tensor, writes and tensor.numel() > 0
+
+
+def _form(state: StatePiece, groups: Groups) -> tuple[tuple[int, ...], Cut]:
+    if state.shape is not None:
+        return state.shape, Cut(math.prod(state.shape))
+    return tuple(names.whole_shape(state.param, groups)), Cut.from_param(state.param, groups)
 
 
 def _start(piece: Piece) -> int:
@@ -185,7 +197,7 @@ class StoredPieces:
 
     def is_trained(self, name: str) -> bool:
         """Whether the checkpoint holds moments of a parameter."""
-        return self.has(name, "exp_avg") or self.has(name, "momentum_buffer")
+        return any(self.has(name, kind) for kind in ("exp_avg", *_OF_MATRICES))
 
     def has(self, name: str, kind: str) -> bool:
         """Whether the checkpoint holds this tensor of a parameter."""
@@ -258,7 +270,7 @@ def check_fit(
     moments exactly if they are trained here. new_momenta: momenta of matrices that it lacks begin at zero. Raises
     CheckpointError, naming what differs."""
     wrong = []
-    for state in backend.state():
+    for state in backend.own_state():
         name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
         if there is None:
             wrong.append(f"{current} has no {name}")
@@ -267,7 +279,7 @@ def check_fit(
         elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
             words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
-        elif not only_weights and (differs := _differs(stored, state, new_momenta)):
+        elif not only_weights and (differs := _differs(stored, state, backend.matrices, new_momenta)):
             wrong.append(
                 f"{name} has {differs} in {current}, where another optimizer stepped it: set optimizer or"
                 " muon_matrices back (a run goes from adam to muon with override optimizer, and not back)"
@@ -278,11 +290,12 @@ def check_fit(
         raise CheckpointError(listed(wrong, "; "))
 
 
-def _differs(stored: StoredPieces, state: StatePiece, new_momenta: bool) -> str:
+def _differs(stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None, new_momenta: bool) -> str:
     """The tensors of another optimizer that the checkpoint has of a trained parameter, as words; empty if they are this
     one's, or if there are none."""
-    own = {"momentum_buffer"} if names.is_matrix(state.param) else state.tensors.keys() - {"param"}
-    there = {kind for kind in ("momentum_buffer", "exp_avg", "exp_avg_sq") if stored.has(state.name, kind)}
-    if not there or there == own or (new_momenta and own == {"momentum_buffer"}):
+    is_matrix = matrices is not None and names.is_matrix(state.param)
+    own = {matrices.kind} if matrices is not None and is_matrix else state.tensors.keys() - {"param"}
+    there = {kind for kind in (*_OF_MATRICES, "exp_avg", "exp_avg_sq") if stored.has(state.name, kind)}
+    if not there or there == own or (new_momenta and is_matrix):
         return ""
     return f"{' and '.join(sorted(there))}, not {' and '.join(sorted(own))},"

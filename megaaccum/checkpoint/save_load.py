@@ -233,7 +233,7 @@ def load(
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
     optimizer's moments and this rank's random states keep their initial values. new_momenta: of AdamW's run, for one of
-    Muon, whose momenta begin at zero.
+    Muon, whose momenta begin at zero, or SOAP.
 
     Raises CheckpointError on every rank, with the model as it was: if the checkpoint is of another model, naming what
     differs; DamagedCheckpoint if a file or a piece is missing or not what was written.
@@ -257,8 +257,9 @@ def load(
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)
     read = raise_on_all_ranks(reader.read, keys)
-    for _, tensor, _ in every if new_momenta else ():
-        tensor.zero_()
+    for piece, tensor, _ in every if new_momenta else ():
+        if not piece.kind.startswith("soap"):  # which does not begin at zero
+            tensor.zero_()
     for (piece, tensor, _), each in zip(held, overlapping, strict=True):
         for found, start, stop in each:
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
@@ -271,8 +272,8 @@ def load(
 
 
 def _begins(piece: pieces.Piece, stored: pieces.StoredPieces) -> bool:
-    """Whether a momentum begins at zero: AdamW stepped its matrix in the checkpoint's run."""
-    return piece.kind == "momentum_buffer" and not stored.has(piece.name, piece.kind)
+    """Whether a matrix' state begins: AdamW stepped it in the checkpoint's run."""
+    return piece.kind.startswith(("momentum_buffer", "soap")) and not stored.has(piece.name, piece.kind)
 
 
 def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> None:

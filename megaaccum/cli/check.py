@@ -21,6 +21,7 @@ from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ConfigError, DataError, printable
 from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
+from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.pretrain.metrics.param_count import count_parameters
@@ -329,7 +330,7 @@ def _sharding(plan: Plan) -> _Section:
         who[sharding.backend],
         f"sync {sharding.sync}: {when[sharding.sync]}",
         _precisions(sharding),
-        *_muon(plan),
+        *_matrices(plan),
         *_fp8(plan),
         *_policies(plan),
     ]
@@ -348,23 +349,25 @@ def _precisions(sharding: ShardingConfig) -> str:
     return f"parameters {params}, gradients added in {added} and reduced in {reduced}, optimizer in {stepped}"
 
 
-_MOMENTA = {
-    True: "momenta live at the owners, to which gradients are reduced",
-    False: "momenta live with the shards",
-}
-
-
-def _muon(plan: Plan) -> list[str]:
-    """Muon's work and traffic on the stage with the most of it; nothing with AdamW."""
-    if plan.config.optimizer.optimizer != "muon" or plan.layout.schedule not in SCHEDULES:
+def _matrices(plan: Plan) -> list[str]:
+    """Muon's or SOAP's work and traffic on the stage with the most of it; nothing with AdamW."""
+    optimizer = plan.config.optimizer.optimizer
+    if optimizer not in COSTS or plan.layout.schedule not in SCHEDULES:
         return []
     at, found = plan.layout, matrices.forecast(plan)
+    momenta = "momenta live with the shards"
+    if found.at_owners:
+        momenta = "momenta live at the owners, to which gradients are reduced"
+    elif optimizer == "soap":
+        momenta = "its state lives at the owners, to which gradients are sent"
+    name = "SOAP" if optimizer == "soap" else "Muon"
     return [
-        f"Muon: {found.count:,} matrices of a stage over {at.tp * at.cp * at.dp} owners"
+        f"{name}: {found.count:,} matrices of a stage over {at.tp * at.cp * at.dp} owners"
         f" (tp {at.tp} * cp {at.cp} * dp {at.dp}), the busiest with {found.balance:.2f} times the mean cost,"
         f" {found.flops / 1e12:,.2f} TFLOP per step",
-        f"{_MOMENTA[found.at_owners]}: {units.amount(found.to_owners)} to owners and {units.amount(found.back)} back"
-        f" per rank and step, {units.amount(found.saved)} of second moments less per stage",
+        f"{momenta}: {units.amount(found.to_owners)} to owners and {units.amount(found.back)} back"
+        f" per rank and step, {units.amount(abs(found.saved))} of states {'less' if found.saved >= 0 else 'more'} than"
+        " AdamW's per stage",
     ]
 
 

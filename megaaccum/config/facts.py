@@ -17,7 +17,7 @@ class Facts:
     required: bool = False
     """A run cannot do without it; the default is a value out of range."""
     needs: str = ""
-    """The key (or key and value) without which this one has no effect."""
+    """The key (or key and value, or several with `|` between) without which this one has no effect."""
     core: bool | str = False
     """It is a field of megatron-core's TransformerConfig: under the same name, or under this one."""
     fixed: bool = False

@@ -82,7 +82,7 @@ def unmet_need(name: str, setting: Callable[[str], object]) -> str:
     if not needed or (unmet := unmet_need(key, setting)):
         return unmet if needed else ""
     found = setting(key)
-    return "" if (found == word if word else found not in (None, False, "none", "off")) else needed
+    return "" if (found in word.split("|") if word else found not in (None, False, "none", "off")) else needed
 
 
 def value(config: schema.Config, name: str) -> Any:

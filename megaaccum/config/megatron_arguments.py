@@ -119,16 +119,21 @@ MUON = (
 """Arguments of Muon, which have the names of their keys."""
 LION = ("lion_beta1", "lion_beta2")
 """Arguments of Lion, which have the names of their keys."""
+SOAP: Mapping[str, object] = {"muon_split_qkv": False, "muon_split_gated": False}
+"""Keys of SOAP, which Megatron-core gives no arguments and takes fused weights whole for (0.19)."""
 
 
 def optimizer_of(args: Any, written: Mapping[str, str]) -> tuple[str, list[str], list[str]]:
-    """(the key `optimizer`, notes, problems): AdamW, Lion or Muon, of which only the mode that orthogonalises whole
-    matrices is Muon in every layout. written: arguments as they stand on the command line, by destination."""
+    """(the key `optimizer`, notes, problems): AdamW, Lion, SOAP or Muon, of which only the mode that orthogonalises
+    whole matrices is Muon in every layout. written: arguments as they stand on the command line, by destination."""
     tp, problems, notes = args.tensor_model_parallel_size, [], []
+    if args.optimizer == "soap":
+        blocks = [f"--optimizer soap: whole matrices; Megatron steps each of their {tp} blocks alone."]
+        return "soap", blocks if tp > 1 else [], []
     if args.optimizer in ("adam", "lion"):
         return args.optimizer, [], []
     if args.optimizer not in ("muon", "dist_muon"):
-        return "adam", [], [f"{written['optimizer']}: write adam (AdamW), lion or muon."]
+        return "adam", [], [f"{written['optimizer']}: write adam (AdamW), lion, muon or soap."]
     if "muon_tp_mode" in written and args.muon_tp_mode == "blockwise" and tp > 1:
         problems.append(
             f"{written['muon_tp_mode']}: it orthogonalises each of {tp} blocks of a matrix, another optimizer for"

@@ -28,8 +28,8 @@ class Trace:
     def __init__(self) -> None:
         self.phase = "before its first phase"
         self.exchange: tuple[str, str, str] | None = None
-        """The last exchange of messages, the action that it came after, and whether it is done. Put into words when they
-        are read: this is written thousands of times before."""
+        """The last exchange of messages, the action that it came after, and whether it is done. `message` puts it into
+        words: it is written thousands of times before it is read."""
         self._action = ""
         self._begun = ""
         self._launched: deque[tuple[str, torch.cuda.Event]] = deque()

@@ -6,6 +6,7 @@ flat pieces of each parameter, keyed by its name in the whole model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -89,12 +90,18 @@ def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
             data=_copy(tensor),
             dtype=tensor.dtype,
             local_shape=tuple(tensor.shape),
-            global_shape=(getattr(piece.param, "ds_numel", piece.param.numel()),),
+            global_shape=(_numel(piece),),
             global_offset=(piece.start,),
             axis_fragmentations=None,
             replica_id=int(pieces.is_elsewhere(piece, groups)),
         )
     return {STATE: state}
+
+
+def _numel(piece: StatePiece) -> int:
+    if piece.shape is not None:
+        return math.prod(piece.shape)
+    return int(getattr(piece.param, "ds_numel", piece.param.numel()))
 
 
 def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
@@ -117,7 +124,8 @@ def _parts(backend: ShardingBackend, groups: Groups) -> Iterator[tuple[str, Stat
     """(key, piece, flat view) for every tensor that is not empty on this rank."""
     for piece in backend.state():
         copy = "copy" if names.is_tied_copy(piece.param) else ""  # a V has both on one rank
-        rank = names.tp_group(piece.param, groups).rank() if names.is_sharded_over_tp(piece.param) else 0
+        is_part = piece.shape is None and names.is_sharded_over_tp(piece.param)
+        rank = names.tp_group(piece.param, groups).rank() if is_part else 0
         for kind, tensor in piece.tensors.items():
             if tensor.numel():
                 yield f"{piece.name}/{kind}/tp{rank}/{copy}", piece, tensor

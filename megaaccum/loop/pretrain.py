@@ -17,6 +17,7 @@ from megaaccum.config.megatron_arguments import (
     MUON,
     NO_EFFECT_ON_SCALE,
     ORDER_OF_COLLECTIVES,
+    SOAP,
     distributed_optimizer,
     lists_in_loop,
     loss_scale_keys,
@@ -137,6 +138,7 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
         # Megatron orthogonalises gate and up projection as one matrix.
         values |= {name: getattr(args, name) for name in MUON} | {"muon_split_gated": False}
     values |= {name: getattr(args, name) for name in LION} if is_lion else {}
+    values |= SOAP if args.optimizer == "soap" else {}
     for optimizer, acts in (("muon", is_muon), ("lion", is_lion)):
         unused = [text for name, text in flags.items() if name.startswith(f"{optimizer}_")]
         if unused and not acts:

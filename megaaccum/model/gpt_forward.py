@@ -31,8 +31,8 @@ tensor that no stage of this rank reads may be None."""
 
 
 class _Form(NamedTuple):
-    """What does not change of a chunk: the tensors of a micro-batch that it reads, and its attributes. To look for one
-    that a module lacks takes as long as a small operator."""
+    """Fixed facts of a chunk: the tensors of a micro-batch that it reads, and attributes. To look for one that a module
+    lacks takes as long as a small operator."""
 
     reads: tuple[str, ...]
     packs_rows: bool

@@ -135,14 +135,14 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
 
 
 def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...], *, at_owner: bool) -> None:
-    """Let Muon step `param`. parts: the matrices that it consists of (optim/muon.Part). at_owner: their owners keep the
-    momenta, and not the optimizer."""
+    """Let Muon or SOAP step `param`. parts: the matrices that it consists of (optim/muon.Part). at_owner: their owners
+    keep the momenta, and not the optimizer."""
     marked: Any = param
     marked.matrix_parts, marked.momentum_at_owner = parts, at_owner
 
 
 def is_matrix(param: torch.nn.Parameter) -> bool:
-    """Whether Muon steps this parameter."""
+    """Whether Muon or SOAP steps this parameter."""
     return hasattr(param, "matrix_parts")
 
 

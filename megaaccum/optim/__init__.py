@@ -4,7 +4,7 @@
 | --- | --- |
 | `chosen` | the engine's optimizer |
 | `adamw` | AdamW |
-| `muon`, `owners` | Muon: its matrices, and who owns which |
+| `muon`, `soap`, `owners` | Muon and SOAP: their matrices, and who owns which |
 | `by_pattern` | frozen parameters and factors by name |
 | `lr_schedule` | learning rate, weight decay, parameter groups |
 | `loss_scaler` | the loss scale of FP16 |

@@ -1,5 +1,5 @@
-"""The optimizer over a rank's parameters: AdamW, fused where Transformer Engine, apex or torch has a fused one, Lion or
-Muon."""
+"""The optimizer over a rank's parameters: AdamW, fused where Transformer Engine, apex or torch has a fused one, Lion,
+Muon or SOAP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.optim import by_pattern, lr_schedule, muon
+from megaaccum.optim.owners import COSTS
 from megaaccum.platform import cpu
 from megaaccum.upstream import emerging
 
@@ -22,20 +23,25 @@ if TYPE_CHECKING:
 def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
     """The optimizer over this rank's parameters, in groups with weight decay (matrices) and without (biases, norms).
 
-    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train, or muon nothing
-    to orthogonalise, or where the library of Lion and Muon is not installed.
+    Collective over the world. Raises ConfigError on every rank where one of them has nothing to train, or Muon or SOAP
+    no matrix, or where their library, which is Lion's too, is not installed.
     """
     optimizer = plan.config.optimizer
-    matrices = muon.mark_matrices(plan, chunks) if optimizer.optimizer == "muon" else set()
+    matrices = muon.mark_matrices(plan, chunks) if optimizer.optimizer in COSTS else set()
     groups = by_pattern.split_groups(plan, raise_on_all_ranks(_trained, plan, chunks, matrices))
     if optimizer.optimizer == "lion":
         return emerging.lion(groups, lr=optimizer.lr, betas=(optimizer.lion_beta1, optimizer.lion_beta2))
     options: dict[str, Any] = dict(
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
-    if optimizer.optimizer == "muon":
+    if optimizer.optimizer in COSTS:
+        is_soap = optimizer.optimizer == "soap"
         options["fused"] = plan.config.sharding.reproducible != "layout"
-        return muon.Muon(groups, decoupled=optimizer.muon_weight_decay_method == "decoupled", **options)
+        return muon.Muon(
+            groups,
+            decoupled=is_soap or optimizer.muon_weight_decay_method == "decoupled",
+            **options,
+        )
     if plan.config.sharding.reproducible == "layout":
         # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
         # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
@@ -79,7 +85,7 @@ def _decoupled(plan: Plan) -> dict[str, float] | None:
 
 
 def _others(plan: Plan) -> dict[str, float]:
-    """The schedule's ends, and the share of weight_decay, of what AdamW steps beside Muon, where they are its own."""
+    """The schedule's ends, and the share of weight_decay, of what AdamW steps beside matrices, if they are its own."""
     keys, found = plan.config.optimizer, {}
     if keys.muon_scalar_lr is not None:
         found = {"max_lr": keys.muon_scalar_lr, "min_lr": keys.min_lr * keys.muon_scalar_lr / keys.lr}

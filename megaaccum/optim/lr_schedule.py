@@ -265,6 +265,7 @@ def param_groups(
             "param_names": [name for name, _ in named],
             "is_expert_parallel": is_expert,
             **kinds[kind],
+            **({"lr": kinds[kind]["max_lr"]} if "max_lr" in kinds[kind] else {}),  # of a run without a schedule
             "weight_decay": weight_decay * wd_mult * kinds[kind].get("wd_mult", 1.0),
             "wd_mult": wd_mult * kinds[kind].get("wd_mult", 1.0),
         }

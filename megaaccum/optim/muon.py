@@ -25,6 +25,7 @@ from megaaccum.upstream import emerging
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
+    from megaaccum.config.schema import OptimizerConfig
 
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _NO_MATRIX = re.compile(r"\.router\.|\.gate\.weight$|gate_weight$|embed|norm")
@@ -47,8 +48,9 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
     Collective over the world. Raises ConfigError on every rank if there are none in the whole model, if a pattern fits
     no parameter, or if one asks for a parameter that is no matrix.
     """
-    patterns = plan.config.optimizer.muon_matrices
-    wanted, hits = raise_on_all_ranks(matrices_of, patterns, chunks)
+    keys = plan.config.optimizer
+    patterns = keys.muon_matrices
+    wanted, hits = raise_on_all_ranks(matrices_of, keys, chunks)
     counts = torch.tensor([len(wanted), *hits], dtype=torch.int64, device=cpu.device())
     dist.all_reduce(counts)
     total, *fits = counts.tolist()
@@ -58,23 +60,27 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
         )
     if not total:
         raise printed_once(
-            ConfigError("optimizer muon: no trained parameter is a weight matrix of a layer: set optimizer to adam")
+            ConfigError(
+                f"optimizer {keys.optimizer}: no trained parameter is a weight matrix of a layer: set optimizer to adam"
+            )
         )
     raise_on_all_ranks(_mark, plan, wanted, chunks)
     return wanted
 
 
 def _mark(plan: Plan, wanted: set[str], chunks: list[torch.nn.Module]) -> None:
+    at_owner = plan.config.optimizer.optimizer == "soap" or owners.at_owners(plan.config, plan.batch.num_microbatches)
     for name, param in names.named_parameters(chunks):
         if name in wanted:
             parts = parts_of(plan, name, param, chunks[0].config)
-            names.mark_matrix(param, parts, at_owner=owners.at_owners(plan.config, plan.batch.num_microbatches))
+            names.mark_matrix(param, parts, at_owner=at_owner)
 
 
-def matrices_of(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:
+def matrices_of(keys: OptimizerConfig, chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:
     """Names of this rank's matrices, and how many parameters each pattern fits."""
+    patterns, optimizer = keys.muon_matrices, f"optimizer {keys.optimizer}"
     if not emerging.is_installed():
-        raise ConfigError("optimizer muon needs emerging-optimizers: install megaaccum[muon], or set optimizer to adam")
+        raise ConfigError(f"{optimizer} needs emerging-optimizers: install megaaccum[muon], or set optimizer to adam")
     in_layers = {id(param) for chunk in chunks for layer in layers_of(chunk) for param in layer.parameters()}
     found, hits = set(), [0] * len(patterns)
     for name, param in names.named_parameters(chunks):
@@ -96,7 +102,7 @@ def matrices_of(patterns: list[str], chunks: list[torch.nn.Module]) -> tuple[set
             raise ConfigError(f"muon_matrices: {asked} asks for {name}, which embedding and head share: add !{name}")
         if wanted and _STATE_SPACE.search(name):
             raise ConfigError(
-                f"optimizer muon: {name} of a state-space layer is several matrices of several kinds: give it to AdamW"
+                f"{optimizer}: {name} of a state-space layer is several matrices of several kinds: give it to AdamW"
                 ' (muon_matrices: "!*.mixer.in_proj.*")'
             )
         if wanted:
@@ -118,7 +124,9 @@ def parts_of(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> t
         widths = [rows]
     period = sum(widths)
     if rows % period:
-        raise ConfigError(f"optimizer muon: {rows} rows of {name} are no groups of {period}: set muon_split_qkv false")
+        raise ConfigError(
+            f"optimizer {keys.optimizer}: {rows} rows of {name} are no groups of {period}: set muon_split_qkv to false"
+        )
     return tuple(Part(sum(widths[:number]), width, period) for number, width in enumerate(widths))
 
 

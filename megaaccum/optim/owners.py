@@ -1,12 +1,13 @@
-"""The owner of each matrix under Muon: a pipeline stage's matrices are shared out among its ranks by the cost of their
-Newton-Schulz iterations. And where momenta live. Without torch: the planner prices layouts with it."""
+"""The owner of each matrix under Muon and SOAP: a pipeline stage's matrices are shared out among its ranks by the cost
+of their updates. And where momenta live. Without torch: the planner prices layouts with it."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +36,22 @@ class Matrix:
         short, long = sorted((self.rows, self.columns))
         return steps * (4 * short * short * long + 2 * short**3)
 
+    def soap_flops(self) -> int:
+        """Operations of a step of SOAP: ten products of the matrix with a side's square, and for each square two
+        products and a QR decomposition (8/3 n^3 with its factor, Golub and Van Loan, "Matrix Computations", 5.2)."""
+        sides = self.rows, self.columns
+        return 10 * self.numel * sum(sides) + sum(4 * side**3 + 8 * side**3 // 3 for side in sides)
+
+    @property
+    def soap_elements(self) -> int:
+        """Elements of SOAP's state: two moments, and for each side a square of sums and one of eigenvectors."""
+        return 2 * (self.numel + self.rows**2 + self.columns**2)
+
+
+Cost = Callable[[Matrix], int]
+COSTS: dict[str, Cost] = {"muon": partial(Matrix.flops, steps=1), "soap": Matrix.soap_flops}
+"""The measure by which matrices are shared out, for each optimizer that steps them whole and the rest by AdamW."""
+
 
 def at_owners(config: Config, num_microbatches: int) -> bool:
     """Whether a matrix' gradient is reduced straight to its owner, who keeps the momentum; else the momentum lives
@@ -52,7 +69,10 @@ def at_owners(config: Config, num_microbatches: int) -> bool:
 
 
 def assign(
-    matrices: Iterable[Matrix], ranks: int, holders: Mapping[str, tuple[int, ...]] | None = None
+    matrices: Iterable[Matrix],
+    ranks: int,
+    holders: Mapping[str, tuple[int, ...]] | None = None,
+    cost: Cost = COSTS["muon"],
 ) -> list[list[Matrix]]:
     """The matrices of each rank, largest cost first: those of a parameter go together to the rank with the least so far
     (longest processing time first, Graham 1969). The same on every rank that lists the same matrices in whatever order.
@@ -63,16 +83,16 @@ def assign(
     loads, everyone = [0] * ranks, tuple(range(ranks))
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
-    for cost, name in sorted((-sum(each.flops(1) for each in its), name) for name, its in by_name.items()):
+    for load, name in sorted((-sum(map(cost, its)), name) for name, its in by_name.items()):
         among = everyone if holders is None else holders[name]
         if among not in heaps:
             heaps[among] = sorted((loads[rank], rank) for rank in among)
         heap = heaps[among]
-        while heap[0][0] != (load := loads[heap[0][1]]):  # it was given a matrix from another heap
-            heapq.heapreplace(heap, (load, heap[0][1]))
+        while heap[0][0] != (now := loads[heap[0][1]]):  # it was given a matrix from another heap
+            heapq.heapreplace(heap, (now, heap[0][1]))
         rank = heap[0][1]
         owned[rank] += sorted(by_name[name])
-        loads[rank] -= cost
+        loads[rank] -= load
         heapq.heapreplace(heap, (loads[rank], rank))
     return owned
 
@@ -93,7 +113,7 @@ def rounds(owned: Sequence[Sequence[Matrix]], most: int) -> list[list[tuple[int,
     return found
 
 
-def balance(owned: Sequence[Sequence[Matrix]]) -> float:
+def balance(owned: Sequence[Sequence[Matrix]], cost: Cost = COSTS["muon"]) -> float:
     """The cost of the busiest owner over the mean of all ranks; 1 without matrices."""
-    costs = [sum(matrix.flops(1) for matrix in matrices) for matrices in owned]
+    costs = [sum(map(cost, matrices)) for matrices in owned]
     return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0

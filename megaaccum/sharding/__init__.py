@@ -23,6 +23,7 @@ from weakref import WeakSet
 from megaaccum.errors import ConfigError
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
+from megaaccum.optim.owners import COSTS
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
 from megaaccum.sharding.ownership import MatrixUpdates
 
@@ -53,7 +54,7 @@ def build(
     if (sequences := sharding.reproducible_context_blocks or 1) > 1:
         blocks.cut_sequences(chunks, sequences, groups.collection.cp)
     backend = kind(plan, groups, chunks, optimizer)
-    if plan.config.optimizer.optimizer == "muon":
+    if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)

@@ -53,7 +53,7 @@ class StatePiece:
     tensors: flat views {"param": master weight, "exp_avg", "exp_avg_sq"}, of Muon's matrices {"param",
     "momentum_buffer"} (a piece each if the owner keeps it), of a frozen parameter {"param": weight}; writing to them
     and then `adopt_state` changes the model. replica: of the data-parallel ranks that hold the same piece, which one
-    this is.
+    this is. shape: of a tensor of SOAP's, which this rank alone has, as a whole; None of parts of the parameter.
     """
 
     name: str
@@ -61,6 +61,7 @@ class StatePiece:
     start: int
     tensors: dict[str, torch.Tensor]
     replica: int = 0
+    shape: tuple[int, ...] | None = None
 
 
 def whole_frozen_pieces(chunks: list[torch.nn.Module], groups: Groups) -> Iterator[StatePiece]:
@@ -87,7 +88,7 @@ class ShardingBackend(ABC):
     """Scale of the loss in the backward pass (FP16), the same on every rank; 1 elsewhere."""
 
     matrices: MatrixUpdates | None = None
-    """Muon's updates, which take the place of the gradients of matrices before `step`; None with another optimizer."""
+    """Updates of Muon or SOAP, which take the place of matrices' gradients before `step`; None with another."""
 
     before_reduce: Callable[[str, torch.Tensor], None] | None = None
     """Called with the name and the whole local gradient of each parameter before it is reduced, if set."""
@@ -115,7 +116,8 @@ class ShardingBackend(ABC):
     def tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Bytes that it holds now, by kind (observe/memory.py)."""
         held, owned = self.own_tensors(), self.at_owners.owned.values()
-        for kind, more in (("optimizer", [o.momentum for o in owned]), ("gradients_shard", [o.grad for o in owned])):
+        states = [tensor for piece in self._states_at_owners() for tensor in piece.tensors.values()]
+        for kind, more in (("optimizer", states), ("gradients_shard", [o.grad for o in owned])):
             if found := [each for each in more if each is not None]:
                 held[kind] = [*held.get(kind, ()), *found]
         return held
@@ -211,14 +213,19 @@ class ShardingBackend(ABC):
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's parts of weights, frozen ones too, and optimizer state, momenta at owners included."""
+        """This rank's parts of weights, frozen ones too, and optimizer state, that of owners included."""
         yield from self.own_state()
+        yield from self._states_at_owners()
+
+    def _states_at_owners(self) -> Iterator[StatePiece]:
         for name, owned in self.at_owners.owned.items():
             yield StatePiece(name, owned.param, 0, {"momentum_buffer": owned.momentum})
+        if self.matrices is not None:
+            yield from self.matrices.state()
 
     @abstractmethod
     def own_state(self) -> Iterator[StatePiece]:
-        """`state` without momenta at owners."""
+        """`state` without that of owners."""
 
     @abstractmethod
     def adopt_state(self, num_steps: int) -> None:

@@ -1,9 +1,11 @@
-"""Muon under every sharding: each matrix is made whole on one rank, its owner, where Newton-Schulz runs once per step.
+"""Muon and SOAP under every sharding: each matrix is made whole on one rank, its owner, where Newton-Schulz, or SOAP's
+step, runs once per step.
 
 A matrix' gradient is reduced straight to the ranks that keep its momentum (owner_sums.py): its owner, and under tensor
 parallelism the ranks beside it, whose parts come to the owner by an all-to-all over the ranks of the stage
 (tp x cp x dp). If the backend's own reduction has to stay (`owners.at_owners`), the momentum lives where the shard
-lives, and what the iteration needs crosses by the same all-to-all. The update comes back to the shards by another, in
+lives, and what the iteration needs crosses by the same all-to-all. So do gradients under SOAP, whose state is of whole
+matrices. The update comes back to the shards by another, in
 place of the gradient. The backend's own step then applies it, and gathers weights as always.
 
 Exchanges are made in rounds: while an owner iterates, what it needs next arrives and what it made before goes out.
@@ -24,7 +26,9 @@ from megaaccum.model import names
 from megaaccum.optim import owners
 from megaaccum.optim.muon import Part
 from megaaccum.optim.owners import Matrix
+from megaaccum.optim.soap import Soap
 from megaaccum.platform import cpu
+from megaaccum.sharding.base import StatePiece
 from megaaccum.upstream import emerging
 
 if TYPE_CHECKING:
@@ -124,18 +128,20 @@ class Transfer:
 
 
 class MatrixUpdates:
-    """Puts Muon's updates in place of the gradients of the matrices that a backend holds.
+    """Puts Muon's or SOAP's updates in place of the gradients of the matrices that a backend holds.
 
     owned: the matrices of each rank of the stage. to_owners, back: bytes that this rank receives in a step's exchanges.
-    num_calls: Newton-Schulz iterations that this rank has run. summary: what Muon and AdamW step, for the start of a
-    run. Construction is collective over the stage and the pipeline.
+    kind: of a tensor that a checkpoint has of each of its parameters. num_calls: matrices that this rank has iterated.
+    soap: the state of its own, under SOAP. summary: what Muon and AdamW
+    step, for the start of a run. Construction is collective over the stage and the pipeline.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend):
         self._keys, self._backend = plan.config.optimizer, backend
         self._dtype = names.DTYPES["fp64" if plan.config.sharding.params_dtype == "fp64" else "fp32"]
         # A product in BF16 ends in BF16: its result crosses in that precision, and nothing is rounded.
-        in_bf16 = self._keys.muon_fp32_matmul_prec == "medium" and self._dtype is torch.float32
+        is_muon = self._keys.optimizer == "muon"
+        in_bf16 = is_muon and self._keys.muon_fp32_matmul_prec == "medium" and self._dtype is torch.float32
         self._wire = torch.bfloat16 if in_bf16 else self._dtype
         self._group = groups.collection.tp_dp_cp
         everyone = gathered((_held(groups, chunks, backend), _others(chunks)), self._group)
@@ -143,7 +149,10 @@ class MatrixUpdates:
         self._form = {matrix: each for pieces in held for each in pieces for matrix in each.matrices()}
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         holders = _Holders(held, self._group.rank(), at_owners)
-        self.owned = owners.assign(self._form, self._group.size(), holders.ranks)
+        cost = owners.COSTS[self._keys.optimizer]
+        self.owned = owners.assign(self._form, self._group.size(), holders.ranks, cost)
+        mine = () if is_muon else self.owned[self._group.rank()]
+        self.soap = {matrix: Soap(self._keys, matrix.rows, matrix.columns) for matrix in mine}
         members = owners.rounds(self.owned, self._keys.muon_bucket_size)
         self._rounds = [holders.round(each) for each in members]
         self._stays = at_owners and all(form.num_tp == 1 for form in self._form.values())
@@ -153,9 +162,10 @@ class MatrixUpdates:
             backend.at_owners.keep(plan, homes, named, backend.reduction_divisor)
         self.to_owners = self._dtype.itemsize * self._received(each.gets for each in self._rounds)
         self.back = self._wire.itemsize * self._received(each.updates for each in self._rounds)
-        self.num_calls = 0
+        self.num_calls, self.kind = 0, "momentum_buffer" if is_muon else "soap_step_0"
         others = {name: kind for _, mine in everyone for name, kind in mine.items()}
-        self.summary = _summary(groups, self.owned, others, at_owners)
+        self._params = dict(names.named_parameters(chunks))
+        self.summary = _summary(groups, self._keys.optimizer, self.owned, others, at_owners or not is_muon)
 
     def _received(self, moves: Iterable[Moves]) -> int:
         """Elements of moves that come from other ranks."""
@@ -166,7 +176,7 @@ class MatrixUpdates:
     def orthogonalise(self) -> None:
         """Move the momenta on by the reduced gradients, and replace the gradients of matrices by their updates."""
         grads = {shard.name: shard.grad for shard in self._backend.own_shards() if names.is_matrix(shard.param)}
-        inputs = self._with_momentum(grads)
+        inputs = self._with_momentum(grads) if self._keys.optimizer == "muon" else grads
         coming = [self._fetch(self._rounds[0], inputs)] if self._rounds else []
         going: list[Transfer] = []
         for number, step in enumerate(self._rounds):
@@ -231,16 +241,20 @@ class MatrixUpdates:
         return parts
 
     def iterate(self, matrix: Matrix, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Orthogonalise a whole matrix. Returns its tensor-parallel parts, flat."""
+        """The update of a whole matrix, from its momentum or gradient: tensor-parallel parts, flat."""
         form = self._form[matrix]
         columns = form.columns
         self.num_calls += 1
-        found = emerging.newton_schulz(
-            torch.cat([part.view(-1, columns) for part in parts], dim=form.axis),
-            steps=self._keys.muon_num_ns_steps,
-            coefficients=self._keys.muon_coefficient_type,
-            precision=self._keys.muon_fp32_matmul_prec,
-        )
+        whole = torch.cat([part.view(-1, columns) for part in parts], dim=form.axis)
+        if matrix in self.soap:
+            found = self.soap[matrix].update(whole)
+        else:
+            found = emerging.newton_schulz(
+                whole,
+                steps=self._keys.muon_num_ns_steps,
+                coefficients=self._keys.muon_coefficient_type,
+                precision=self._keys.muon_fp32_matmul_prec,
+            )
         return [part.reshape(-1) for part in found.chunk(form.num_tp, dim=form.axis)]
 
     @staticmethod
@@ -249,11 +263,20 @@ class MatrixUpdates:
         return lambda move: results[move.matrix][move.tp].narrow(0, move.run[1], move.numel)
 
     def _write(self, transfer: Transfer, grads: dict[str, torch.Tensor]) -> None:
-        """Put the updates that have arrived, scaled, in place of the gradients."""
+        """Put the updates that have arrived in place of the gradients, Muon's scaled."""
         for move, elements in transfer.arrived():
-            scale = emerging.scale_factor(move.matrix.rows, move.matrix.columns, self._keys.muon_scale_mode)
-            target = grads[move.matrix.name].narrow(0, move.run[0], move.numel)
-            target.copy_(elements).mul_(scale * self._keys.muon_extra_scale_factor)
+            target = grads[move.matrix.name].narrow(0, move.run[0], move.numel).copy_(elements)
+            if self._keys.optimizer == "muon":
+                scale = emerging.scale_factor(move.matrix.rows, move.matrix.columns, self._keys.muon_scale_mode)
+                target.mul_(scale * self._keys.muon_extra_scale_factor)
+
+    def state(self) -> Iterator[StatePiece]:
+        """SOAP's state of this rank's matrices, by the names of their parameters and their numbers in these."""
+        for matrix, soap in self.soap.items():
+            param = self._params[matrix.name]
+            for kind, tensor in soap.tensors.items():
+                named = {f"soap_{kind}_{matrix.part}": tensor.view(-1)}
+                yield StatePiece(matrix.name, param, 0, named, shape=tuple(tensor.shape))
 
 
 class _Holders:
@@ -354,9 +377,9 @@ def _others(chunks: list[torch.nn.Module]) -> dict[str, str]:
     }
 
 
-def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str], at_owners: bool) -> str:
-    """Counts of what Muon and AdamW step in the whole model, where momenta live, and the owners' balance. Collective
-    over the pipeline."""
+def _summary(groups: Groups, optimizer: str, owned: list[list[Matrix]], others: dict[str, str], at_owners: bool) -> str:
+    """Counts of what Muon or SOAP and AdamW step in the whole model, where momenta live, and the owners' balance.
+    Collective over the pipeline."""
     kinds = [*_KINDS.values(), "others"]
     matrices = [matrix for each in owned for matrix in each]
     counts = [len(matrices), sum(matrix.numel for matrix in matrices), *map([*others.values()].count, kinds)]
@@ -364,8 +387,9 @@ def _summary(groups: Groups, owned: list[list[Matrix]], others: dict[str, str], 
     dist.all_reduce(total, group=groups.pp)
     number, numel, *rest = total.tolist()
     shown = ", ".join(f"{count} {kind}" for count, kind in zip(rest, kinds, strict=True) if count)
+    busiest = owners.balance(owned, owners.COSTS[optimizer])
     return (
-        f"optimizer: muon {number} matrices ({numel:,} elements; the busiest owner of this stage has"
-        f" {owners.balance(owned):.2f} times the mean cost; momenta {'at owners' if at_owners else 'in shards'}),"
+        f"optimizer: {optimizer} {number} matrices ({numel:,} elements; the busiest owner of this stage has"
+        f" {busiest:.2f} times the mean cost; momenta {'at owners' if at_owners else 'in shards'}),"
         f" adam {shown or 'nothing'}"
     )

@@ -1,10 +1,10 @@
-"""Lion and the Newton-Schulz iteration of emerging-optimizers (0.3). Its sets of coefficients are private: the float64
-lane of the proofs needs them, because the library's own loop takes FP32 alone."""
+"""Lion, SOAP and the Newton-Schulz iteration of emerging-optimizers (0.3). Private are its sets of coefficients, which
+the float64 lane of the proofs needs because the library's own loop takes FP32 alone, and how SOAP's state begins."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -55,6 +55,15 @@ def lion(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float])
         from emerging_optimizers.scalar_optimizers import Lion
     optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
     return optimizer
+
+
+def soap(matrix: torch.nn.Parameter, **keys: Any) -> torch.optim.Optimizer:
+    """The library's SOAP of a matrix, with its first state (zeros, identities), a learning rate of 1 and no decay."""
+    with cpu.without_compiler():
+        from emerging_optimizers.soap import SOAP
+    optimizer: Any = SOAP([matrix], lr=1.0, weight_decay=0.0, **keys)
+    optimizer._init_group(optimizer.param_groups[0], skip_non_grad_params=False)
+    return cast("torch.optim.Optimizer", optimizer)
 
 
 def is_lion(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.faults import differences
-from tests.support.muon import BACKENDS, PIPELINE, Cell, engine_of, moved, problems, take_steps, train, trained
+from tests.support.muon import BACKENDS, PIPELINE, Cell, engine_of, moved, problems, take_steps, train, updates
 from tests.support.parity import Case, Rig
 
 MODEL = (
@@ -40,59 +39,24 @@ def test_weights_and_moments_equal_one_process():
     assert not found, "\n".join(found)
 
 
-def updates(cases: list[Case], betas: tuple[float, float] | None = None) -> list[dict[str, float]]:
-    """By kind of tensor, how far each case is after STEPS steps from the library's Lion on whole parameters, which is
-    given the gradients that the steps had. betas: those of the sharded one, by mistake."""
-    return [_update(case, betas) for case in cases]
-
-
-def _update(case: Case, betas: tuple[float, float] | None) -> dict[str, float]:
-    from megaaccum.lab.verification.subject import optimizer_of
-    from megaaccum.upstream import emerging
-
-    lion, seen = emerging.lion, []
-    with patch.object(
-        emerging, "lion", lambda groups, **keys: lion(groups, **keys | ({"betas": betas} if betas else {}))
-    ):
-        rig = Rig.of(case)
-    begun = {name: each.float() for name, each in _of_kind(trained(rig).tensors, "param").items()}
-    rig.train_step.before_update = lambda: seen.append(rig.assemble())
-    for step in range(STEPS):
-        rig.train(step=step, first=step * rig.plan.batch.global_batch_size)
-    reference = optimizer_of(list(begun.items()), rig.plan)
-    for grads in seen:
-        for name, whole in begun.items():
-            whole.grad = grads[name].float()
-        reference.step()
-    ended = trained(rig).tensors
-    moments = {name: reference.state[whole]["exp_avg"] for name, whole in begun.items()}
-    assert not _of_kind(ended, "exp_avg_sq")
-    return {
-        "param": _distance(_of_kind(ended, "param"), begun),
-        "exp_avg": _distance(_of_kind(ended, "exp_avg"), moments),
-    }
-
-
-def _of_kind(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    return {key.rpartition("/")[0]: each for key, each in tensors.items() if key.endswith(f"/{kind}")}
-
-
-def _distance(mine: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> float:
-    """The largest relative distance of a parameter."""
-    assert mine.keys() == true.keys()
-    return max(float((mine[name] - each).norm() / each.norm()) for name, each in true.items())
-
-
 def test_shards_are_stepped_as_whole_parameters_are():
     cases = [Case(4, layout, LION) for layout in LAYOUTS.values()]
-    for ranks in run_ranks(updates, 4, cases, timeout=300):
+    for ranks in run_ranks(updates, 4, cases, STEPS, timeout=300):
         for name, found in zip(LAYOUTS, ranks, strict=True):
-            assert found["param"] <= 1e-6 and found["exp_avg"] <= 1e-6, (name, found)
+            assert found.keys() == {"param", "exp_avg"} and max(found.values()) <= 1e-6, (name, found)
+
+
+def with_exchanged_betas(case: Case) -> Rig:
+    from megaaccum.upstream import emerging
+
+    lion = emerging.lion
+    with patch.object(emerging, "lion", lambda groups, **keys: lion(groups, **keys | {"betas": keys["betas"][::-1]})):
+        return Rig.of(case)
 
 
 def test_exchanged_betas_are_seen():
     case = Case(2, "--zero_stage 3 --grad_accum_steps 2", LION)
-    for (found,) in run_ranks(updates, 2, [case], betas=(0.98, 0.95), timeout=120):
+    for (found,) in run_ranks(updates, 2, [case], STEPS, with_exchanged_betas, timeout=120):
         assert found["exp_avg"] > 0.5 and found["param"] > 1e-4, found
 
 

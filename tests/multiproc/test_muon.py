@@ -395,13 +395,14 @@ def test_what_is_held_is_within_two_percent_of_the_prediction():
     from megaaccum.lab.planner.sync_mode import Forecast
     from tests.support.parity import VOCAB
 
-    # Megatron's optimizer cuts runs of all parameters: a rank may have more of the tables, which have two moments.
-    layouts = [layout for layout in BYTES if "megatron" not in layout]
     model = f"{TWO_LAYERS} --untie_embeddings_and_output_weights"
-    cases = [Case(4, f"{layout} --grad_accum_steps 2", model) for layout in layouts]
+    cases = [Case(4, f"{layout} --grad_accum_steps 2", model) for layout in BYTES]
     by_rank = run_ranks(counted, 4, cases, timeout=200)
     for number, case in enumerate(cases):
         plan = case.plan()
         memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
         predicted = sum(memory[kind] for kind in KINDS)
-        assert max(rank[number].held for rank in by_rank) == pytest.approx(predicted, rel=0.02), case
+        mine = [rank[number].held for rank in by_rank]
+        # Megatron's optimizer cuts one run of all parameters, of which matrices have one moment: ranks are unequal.
+        most = sum(mine) / 4 if "megatron" in case.layout else max(mine)
+        assert most == pytest.approx(predicted, rel=0.02), case

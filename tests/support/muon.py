@@ -1,10 +1,10 @@
-"""Steps of Muon or Lion in a layout and in one process, for tests that run on ranks."""
+"""Steps of Muon, SOAP or Lion in a layout and in one process, for tests that run on ranks."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -84,6 +84,8 @@ def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str)
     """The same steps by emerging-optimizers on whole matrices, on the full batch, and the number of these matrices."""
     from megaaccum.lab.verification.reference import add, clip_factor, norm_of
     from megaaccum.lab.verification.subject import optimizer_of
+    from megaaccum.lab.verification.whole_matrices import is_matrix
+    from megaaccum.optim.owners import COSTS
     from tests.support.parity import microbatches_of
 
     with frozen(freeze):
@@ -103,8 +105,10 @@ def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str)
     gated = bool(chunk.config.gated_linear_unit)
     cuts = {n: Cut(getattr(p, "partition_dim", -1), gated and "linear_fc1" in n) for n, p in named(chunk)}
     every = {f"{n}/{k}": cut for n, cut in cuts.items() for k in KINDS}
-    names = [name for name in tensors if name.endswith("momentum_buffer")]
-    number = sum(3 if "linear_qkv" in name else 2 if gated and "linear_fc1" in name else 1 for name in names)
+    is_whole = plan.config.optimizer.optimizer in COSTS
+    names = [name for name, _ in loop.trained if is_whole and is_matrix(name, loop.masters[name])]
+    qkv = 3 if plan.config.optimizer.muon_split_qkv else 1
+    number = sum(qkv if "linear_qkv" in name else 2 if gated and "linear_fc1" in name else 1 for name in names)
     return Reference(Gradient(tensors, 0.0, 0.0, 0), every), number
 
 
@@ -171,6 +175,46 @@ def moved(folder: str, layouts: list[Case]) -> list[dict[str, torch.Tensor]]:
         found.append(held_by(other, case))
         take_steps(other, 1)
     return found
+
+
+# --- the same gradients -----------------------------------------------------------------------------------------------
+
+
+def updates(cases: list[Case], steps: int, build: Callable[[Case], Rig] = Rig.of) -> list[dict[str, float]]:
+    """By kind of tensor, how far each case is after `steps` steps from the library's optimizer on whole parameters,
+    which is given the gradients that the steps had: the largest relative distance of a parameter. tp 1, or an optimizer
+    whose update of an element needs no other."""
+    return [_update(build(case), steps) for case in cases]
+
+
+def _update(rig: Rig, steps: int) -> dict[str, float]:
+    from megaaccum.lab.verification.subject import optimizer_of
+
+    seen: list[dict[str, torch.Tensor]] = []
+    begun = {name: each.float() for name, each in _of_kind(trained(rig).tensors, "param").items()}
+    rig.train_step.before_update = lambda: seen.append(rig.assemble())
+    for step in range(steps):
+        rig.train(step=step, first=step * rig.plan.batch.global_batch_size)
+    reference = optimizer_of(list(begun.items()), rig.plan)
+    for grads in seen:
+        for name, whole in begun.items():
+            whole.grad = grads[name].float()
+        reference.step()
+    ended = trained(rig).tensors
+    found = {"param": _farthest(_of_kind(ended, "param"), begun)}
+    for kind in KINDS[1:]:
+        if mine := _of_kind(ended, kind):
+            found[kind] = _farthest(mine, {name: reference.state[begun[name]][kind] for name in mine})
+    return found
+
+
+def _of_kind(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.rpartition("/")[0]: each for key, each in tensors.items() if key.endswith(f"/{kind}")}
+
+
+def _farthest(mine: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> float:
+    assert mine.keys() == true.keys()
+    return max(float((mine[name] - each).norm() / each.norm()) for name, each in true.items())
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

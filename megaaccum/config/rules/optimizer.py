@@ -77,7 +77,7 @@ def weight_decay(subject: Subject) -> Iterator[str]:
 
 
 def fp32_states(subject: Subject) -> Iterator[str]:
-    """Muon's updates stand where gradients were, in FP32, and so do the moments of Muon and Lion."""
+    """Updates of matrices stand where gradients were, in FP32, and so do the states of all optimizers but AdamW."""
     optimizer, sharding = subject.optimizer.optimizer, subject.sharding
     for name in ("grad_accum_dtype", "optimizer_dtype") if optimizer != "adam" else ():
         if getattr(sharding, name) != "fp32":
@@ -85,13 +85,21 @@ def fp32_states(subject: Subject) -> Iterator[str]:
             yield f"{name} {given}: optimizer {optimizer} keeps its states and updates in FP32: set it to fp32."
 
 
-def muon(subject: Subject) -> Iterator[str]:
+def matrices(subject: Subject) -> Iterator[str]:
     """Matrices scale their updates by their own shape, and are whole where heads are."""
     optimizer, tp = subject.optimizer, subject.parallel.tensor_model_parallel_size
-    if optimizer.optimizer != "muon":
+    if optimizer.optimizer not in ("muon", "soap"):
         return
     if subject.megatron.get("use_mup"):
-        yield "optimizer muon: use_mup gives matrices rates by their width, which muon_scale_mode does: leave one out."
+        yield (
+            f"optimizer {optimizer.optimizer}: use_mup gives matrices rates by their width, as their own updates do:"
+            " leave one out."
+        )
+    if optimizer.optimizer == "soap" and subject.sharding.offload_optimizer != "none":
+        yield (
+            f"offload_optimizer {subject.sharding.offload_optimizer}: SOAP's state stays on the devices of its owners:"
+            " set it to none."
+        )
     if optimizer.muon_scalar_weight_decay and not optimizer.weight_decay:
         yield (
             f"muon_scalar_weight_decay {optimizer.muon_scalar_weight_decay:g} is a share of weight_decay, which is 0:"
@@ -100,6 +108,6 @@ def muon(subject: Subject) -> Iterator[str]:
     groups = subject.model.num_query_groups
     if optimizer.muon_split_qkv and groups is not None and groups % tp:
         yield (
-            f"optimizer muon: tensor_model_parallel_size {tp} cuts through num_query_groups {groups}, so that ranks"
-            " have parts of keys and values: set it to a divisor, or muon_split_qkv to false."
+            f"optimizer {optimizer.optimizer}: tensor_model_parallel_size {tp} cuts through num_query_groups {groups},"
+            " so that ranks have parts of keys and values: set it to a divisor, or muon_split_qkv to false."
         )

@@ -59,6 +59,7 @@ def reproducible(subject: Subject) -> Iterator[str]:
     if sharding.reproducible != "layout":
         return
     ep, dispatcher = parallel.expert_model_parallel_size, model.moe_token_dispatcher_type
+    optimizer = subject.optimizer.optimizer
     spread = f"expert_model_parallel_size {ep} with"
     ramped = subject.given(*RAMP_KEYS)
     refused = {
@@ -69,7 +70,7 @@ def reproducible(subject: Subject) -> Iterator[str]:
         f"{spread} sync streaming: it adds up the gradients of an expert's ranks before they are released": (
             ep > 1 and sharding.sync == "streaming"
         ),
-        f"{spread} optimizer muon: it was not compared": ep > 1 and subject.optimizer.optimizer == "muon",
+        f"{spread} optimizer {optimizer}: it was not compared": ep > 1 and optimizer in ("muon", "soap"),
         "overlap_moe_expert_parallel_comm: a parameter's gradient then comes in several pieces of a layer's backward": (
             parallel.overlap_moe_expert_parallel_comm
         ),
@@ -108,7 +109,7 @@ def blocks(subject: Subject) -> Iterator[str]:
     """Blocks are alike and divide over tp and cp, which cut nothing else."""
     sharding, parallel, model = subject.sharding, subject.parallel, subject.model
     columns, sequences = sharding.reproducible_tensor_blocks or 1, sharding.reproducible_context_blocks or 1
-    te = model.transformer_impl == "transformer_engine"
+    te, optimizer = model.transformer_impl == "transformer_engine", subject.optimizer.optimizer
     widths = (
         ("tensor", "num_query_groups", model.num_query_groups or 0, columns),
         ("tensor", "ffn_hidden_size", model.ffn_hidden_size or 0, 32 * columns),
@@ -125,7 +126,7 @@ def blocks(subject: Subject) -> Iterator[str]:
         f"mtp_num_layers {model.mtp_num_layers}: prediction layers are not cut into blocks": bool(model.mtp_num_layers),
         "softmax_type: its offsets belong to heads": "softmax_type" in subject.megatron,
         "rng megatron: every rank then draws from a state of its own": subject.run.rng == "megatron",
-        "optimizer muon: its owners' sums have not been compared there": subject.optimizer.optimizer == "muon",
+        f"optimizer {optimizer}: its matrices have not been compared there": optimizer in ("muon", "soap"),
         "recompute_modules core_attn: it restores the random state of one block": (
             model.recompute_granularity == "selective" and "core_attn" in (model.recompute_modules or ())
         ),

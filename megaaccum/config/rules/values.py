@@ -22,6 +22,8 @@ NEEDED = {
     "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
     "optimizer lion": "with optimizer {}: set optimizer to lion",
     "optimizer muon": "with optimizer {}: set optimizer to muon",
+    "optimizer muon|soap": "with optimizer {}: set optimizer to muon or soap",
+    "optimizer soap": "with optimizer {}: set optimizer to soap",
     "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
     "sft": "without conversations: set sft to true",
     "cold_expert_offload": "without cold_expert_offload: set cold_expert_offload to true",

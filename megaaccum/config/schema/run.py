@@ -49,31 +49,32 @@ class StepConfig:
     the bit. For schedules whose ranks end one after the other (zbv). Holds a copy of weights, moments and gradients."""
 
 
-_LION, _MUON = "optimizer lion", "optimizer muon"
+_LION, _MUON, _SOAP, _MATRICES = "optimizer lion", "optimizer muon", "optimizer soap", "optimizer muon|soap"
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """The optimizer and its schedule (Megatron's OptimizerParamScheduler)."""
 
-    optimizer: Literal["adam", "lion", "muon"] = "adam"
+    optimizer: Literal["adam", "lion", "muon", "soap"] = "adam"
     """adam: AdamW for every parameter. lion: Lion for every parameter (arXiv 2302.06675), with one moment in place of
     two. muon: Muon for the weight matrices of layers, each one whole on one rank, and AdamW for all others (embeddings,
-    head, norms, biases, routers)."""
+    head, norms, biases, routers). soap: SOAP for these matrices (arXiv 2409.11321), with adam_beta1, adam_beta2 and
+    adam_eps, and AdamW for all others."""
     lion_beta1: Annotated[float, Facts(at_least=0, below=1, needs=_LION)] = 0.95
     """Share of the moment in what an update is the sign of."""
     lion_beta2: Annotated[float, Facts(at_least=0, below=1, needs=_LION)] = 0.98
     """Decay of the moment, an average of gradients."""
-    muon_matrices: Annotated[list[str], Facts(needs=_MUON)] = field(default_factory=list)
+    muon_matrices: Annotated[list[str], Facts(needs=_MATRICES)] = field(default_factory=list)
     """Patterns (`*`, `?`) of names that are matrices besides those of the rule, or with `!` before them are not; the
     last that fits holds."""
     muon_momentum: Annotated[float, Facts(at_least=0, below=1, needs=_MUON)] = 0.95
     """Decay of the momentum, an average of gradients."""
     muon_nesterov: Annotated[bool, Facts(needs=_MUON)] = False
     """Orthogonalise the gradient moved towards the momentum, not the momentum."""
-    muon_split_qkv: Annotated[bool, Facts(needs=_MUON)] = True
+    muon_split_qkv: Annotated[bool, Facts(needs=_MATRICES)] = True
     """Queries, keys and values of a fused weight are a matrix each."""
-    muon_split_gated: Annotated[bool, Facts(needs=_MUON)] = True
+    muon_split_gated: Annotated[bool, Facts(needs=_MATRICES)] = True
     """Gate and up projection of a fused weight are a matrix each. Megatron orthogonalises them as one (false)."""
     muon_coefficient_type: Annotated[
         Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"], Facts(needs=_MUON)
@@ -90,13 +91,17 @@ class OptimizerConfig:
     """Another factor: with 0.2 and spectral an update is as large as AdamW's (Moonlight), and takes its lr."""
     muon_weight_decay_method: Annotated[Literal["decoupled", "l2"], Facts(needs=_MUON)] = "decoupled"
     """decoupled: matrices shrink by lr * weight_decay. l2: weight_decay * weights is added to their gradient."""
-    muon_bucket_size: Annotated[int, Facts(at_least=1, needs=_MUON)] = 50_000_000
+    muon_bucket_size: Annotated[int, Facts(at_least=1, needs=_MATRICES)] = 50_000_000
     """Elements of matrices that come to their owner in one exchange, while those of the one before are iterated; a
     matrix is never cut."""
-    muon_scalar_lr: Annotated[float | None, Facts(above=0, needs=_MUON)] = None
+    muon_scalar_lr: Annotated[float | None, Facts(above=0, needs=_MATRICES)] = None
     """Peak learning rate of the parameters that AdamW steps; default lr. Their min_lr is in proportion."""
-    muon_scalar_weight_decay: Annotated[float | None, Facts(at_least=0, needs=_MUON)] = None
+    muon_scalar_weight_decay: Annotated[float | None, Facts(at_least=0, needs=_MATRICES)] = None
     """Weight decay of the parameters that AdamW steps; default weight_decay."""
+    soap_shampoo_beta: Annotated[float, Facts(at_least=0, below=1, needs=_SOAP)] = 0.95
+    """Decay of SOAP's second moments over rows and over columns."""
+    soap_use_kl_shampoo: Annotated[bool, Facts(needs=_SOAP)] = True
+    """Weigh them by each other's inverse (arXiv 2509.03378)."""
     lr: Annotated[float, Facts(required=True, above=0, lr_state="max_lr")] = 0.0
     """Peak learning rate. Required."""
     min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0

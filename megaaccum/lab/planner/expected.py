@@ -13,6 +13,7 @@ from megaaccum.lab.planner.sync_mode import Forecast
 from megaaccum.lab.planner.time import TimeModel
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.model.layers import Layers
+from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.metrics.expected import Expected
 
 OF_THE_DEVICE = ("runtime", "margin")
@@ -70,7 +71,7 @@ def for_receipt(
     hardware = entry_of(device, device_bytes) if stages and device is not None else None
     return {
         "stages": [asdict(each) for each in stages],
-        "muon": asdict(matrices.forecast(plan)) if stages and plan.config.optimizer.optimizer == "muon" else None,
+        "muon": asdict(matrices.forecast(plan)) if stages and plan.config.optimizer.optimizer in COSTS else None,
         "hardware": hardware,
         "seconds_per_step": None if hardware is None else seconds(plan, vocab, layers, hardware),
     }

@@ -1,4 +1,5 @@
-"""Muon's matrices of a configured model: their shapes in closed form, owners, FLOPs and bytes. Without torch."""
+"""The matrices that Muon or SOAP steps in a configured model: shapes in closed form, owners, FLOPs and bytes. Without
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.footprint import BYTES
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, stages_of
 from megaaccum.lab.planner.weights import Elements
-from megaaccum.optim.owners import Matrix, assign, at_owners, balance
+from megaaccum.optim.owners import COSTS, Matrix, assign, at_owners, balance
 from megaaccum.pretrain.metrics.flops import expert_layers
 
 Shape = tuple[int, int]
@@ -89,7 +90,7 @@ def owners_of(plan: Plan, matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     of_expert = [tuple(rank for rank in ranks if rank // at.etp % at.ep == number) for number in range(at.ep)]
     experts = {each.name: each.name.split() for each in every}
     holders = {n: of_expert[int(words[1]) // share] if words[0] == "expert" else ranks for n, words in experts.items()}
-    return assign(every, len(ranks), holders)
+    return assign(every, len(ranks), holders, COSTS[plan.config.optimizer.optimizer])
 
 
 def _cut(plan: Plan, matrix: Matrix) -> tuple[int, int]:
@@ -100,11 +101,14 @@ def _cut(plan: Plan, matrix: Matrix) -> tuple[int, int]:
 
 
 def most_owned(plan: Plan, chunks: Iterable[Stage]) -> int:
-    """Elements of momenta on the rank of a stage that keeps the most, if owners keep them: under tensor parallelism the
-    parts of a matrix are on the ranks beside its owner."""
+    """Elements of momenta, or of SOAP's state, on the rank of a stage that keeps the most, if owners keep them: under
+    tensor parallelism the parts of a momentum are on the ranks beside the matrix' owner."""
     held: Counter[int] = Counter()
     for rank, matrices in enumerate(owners_of(plan, stage_matrices(plan.config.model, chunks))):
         for matrix in matrices:
+            if plan.config.optimizer.optimizer == "soap":
+                held[rank] += matrix.soap_elements
+                continue
             among, parts = _cut(plan, matrix)
             held.update({rank // among * among + other: matrix.numel // parts for other in range(among)})
     return max(held.values(), default=0)
@@ -112,13 +116,13 @@ def most_owned(plan: Plan, chunks: Iterable[Stage]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step of Muon on the stage with the most work.
+    """A step of Muon or SOAP on the stage with the most work.
 
     flops: of the busiest owner's iterations. balance: its cost over the mean. at_owners: whether gradients are reduced
     straight to owners, who keep the momenta. to_owners, back: bytes that a rank receives in exchanges, in the mean over
     the stage, if each rank holds an even share of every matrix (ZeRO-1, -2 and Megatron's optimizer cut a run of all
-    parameters, of which an update's way is up to ranks / (ranks - 1) times as long). saved: bytes of second moments
-    that the stage does not hold.
+    parameters, of which an update's way is up to ranks / (ranks - 1) times as long). saved: bytes of AdamW's moments
+    that the stage does not hold; below 0 for those that SOAP's state has more.
     """
 
     count: int
@@ -131,14 +135,16 @@ class Forecast:
 
 
 def forecast(plan: Plan) -> Forecast:
-    """The prediction for a plan with `optimizer: muon`."""
+    """The prediction for a plan with `optimizer: muon` or `soap`."""
     at, keys, sharding = plan.layout, plan.config.optimizer, plan.config.sharding
     stages, ranks = stages_of(plan.config), at.tp * at.cp * at.dp
     chunks = [chunks_of_rank(stages, pp_rank, pp=at.pp, schedule=at.schedule) for pp_rank in range(at.pp)]
     of_stages = [list(stage_matrices(plan.config.model, each)) for each in chunks]
-    most = max(of_stages, key=lambda matrices: sum(matrix.flops(1) for matrix in matrices))
+    is_soap, cost = keys.optimizer == "soap", COSTS[keys.optimizer]
+    most = max(of_stages, key=lambda matrices: sum(map(cost, matrices)))
     owned, width = owners_of(plan, most), BYTES["fp64" if sharding.params_dtype == "fp64" else "fp32"]
-    wire = BYTES["bf16"] if keys.muon_fp32_matmul_prec == "medium" and width == BYTES["fp32"] else width
+    in_bf16 = not is_soap and keys.muon_fp32_matmul_prec == "medium" and width == BYTES["fp32"]
+    wire = BYTES["bf16"] if in_bf16 else width
     straight, to_owners, back = at_owners(plan.config, plan.batch.num_microbatches), 0.0, 0.0
     for matrix in most:
         among, parts = _cut(plan, matrix)
@@ -149,10 +155,13 @@ def forecast(plan: Plan) -> Forecast:
         back += matrix.numel * copies * (1 - 1 / (among * replicas))
     return Forecast(
         len(most),
-        max(sum(matrix.flops(keys.muon_num_ns_steps) for matrix in matrices) for matrices in owned),
-        balance(owned),
+        max(sum(map(cost, matrices)) for matrices in owned) * (1 if is_soap else keys.muon_num_ns_steps),
+        balance(owned, cost),
         straight,
         to_owners * width / ranks,
         back * wire / ranks,
-        sum(matrix.numel for matrix in most) * width,
+        sum(
+            2 * each.numel * width - each.soap_elements * BYTES["fp32"] if is_soap else each.numel * width
+            for each in most
+        ),
     )

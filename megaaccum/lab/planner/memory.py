@@ -15,7 +15,7 @@ from megaaccum.lab.planner.compute import attention_products
 from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
 from megaaccum.lab.planner.gather_units import Units, units_of
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
-from megaaccum.lab.planner.matrices import rank_matrices
+from megaaccum.lab.planner.matrices import rank_matrices, stage_matrices
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
 from megaaccum.model.sizes import padded_rows
@@ -100,12 +100,14 @@ class MemoryModel:
     replicas: int = 1
     """Groups of data-parallel ranks that hold the whole sharded model each."""
     second_moment: float = 0.0
-    """Bytes per element of a matrix that Muon does not keep beside its momentum."""
+    """Bytes per element of a moment of AdamW's that a matrix does not have under Muon or SOAP."""
     most_owned: Callable[[list[Stage]], float] | None = None
-    """Elements of the matrices of a rank's chunks whose momenta and sums are on the rank that keeps the most, if they
-    are on their owners; if it is not known, the mean (`at_owners`)."""
+    """Elements of momenta and sums, or of SOAP's state, of a rank's chunks on the rank that keeps the most, if they are
+    on their owners; if it is not known, the mean (`at_owners`)."""
     at_owners: bool = False
     """Whether matrices' gradients are reduced straight to their owners, who keep the momenta."""
+    soap: bool = False
+    """Whether owners keep SOAP's state of matrices, in FP32."""
     live_elements: float = 0.0
     """Parameters that stay gathered under streaming (max_live_parameters)."""
     flushes: int = 1
@@ -243,8 +245,12 @@ class MemoryModel:
         if not self.second_moment:
             return totals
         matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
-        totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if self.at_owners else 1)
-        if self.at_owners:
+        of_owners = self.at_owners or self.soap
+        totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if of_owners else 1)
+        if self.soap:
+            mean = sum(each.soap_elements for each in stage_matrices(self.model, chunks)) / (at.tp * at.cp * at.dp)
+            totals["optimizer"] += 4 * (mean if self.most_owned is None else self.most_owned(chunks))
+        elif self.at_owners:
             mean = matrices.plain / (at.dp * at.cp) + matrices.expert / at.edp
             owned = zero + (mean if self.most_owned is None else self.most_owned(chunks))
             totals["optimizer"] += self.second_moment * owned

@@ -22,6 +22,7 @@ from megaaccum.lab.planner.memory import StageSource
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.model.sizes import padded_rows
+from megaaccum.optim.owners import Cost
 from megaaccum.pretrain.metrics.flops import expert_layers
 
 OPTIMIZER_BYTES = 30.0
@@ -151,8 +152,8 @@ class TimeModel:
     stages: StageSource
     """(pp, vpp) -> stages in model order."""
     software: Software = field(default_factory=Software)
-    newton_schulz_steps: int = 0
-    """Steps of Muon's iteration; 0 with another optimizer."""
+    matrix_flops: Cost | None = None
+    """Operations of the update of a matrix on its owner, under Muon and SOAP."""
 
     def step(self, at: Layouts) -> StepTime:
         """Seconds of an optimizer step of each layout."""
@@ -370,12 +371,14 @@ class TimeModel:
         return moving + self._busiest_owner(at, kinds) / device.rate("16 bit")
 
     def _busiest_owner(self, at: Layouts, kinds: Iterable[list[Stage]]) -> Any:
-        """FLOPs of Newton-Schulz on the busiest owner of any stage: an even share, or the costliest parameter."""
+        """FLOPs of updates of matrices on the busiest owner of any stage: an even share, or the costliest parameter."""
         found: Any = 0.0
-        for chunks in kinds if self.newton_schulz_steps else ():
+        if self.matrix_flops is None:
+            return found
+        for chunks in kinds:
             costs: Counter[str] = Counter()
             for matrix in stage_matrices(self.model, chunks):
-                costs[matrix.name] += matrix.flops(self.newton_schulz_steps)
+                costs[matrix.name] += self.matrix_flops(matrix)
             share = costs.total() / (at.tp * at.cp * at.dp)
             found = np.maximum(found, np.maximum(share, max(costs.values(), default=0)))
         return found

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megaaccum.config import resolve
 from megaaccum.config.derive import derive
-from megaaccum.config.schema import Config, ModelConfig, ShardingConfig
+from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ShardingConfig
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.lab.planner.activations import Kernels, expert_load
 from megaaccum.lab.planner.candidates import Candidates, Limits
@@ -20,7 +21,7 @@ from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
 from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.model.sizes import padded_rows
-from megaaccum.optim.owners import at_owners
+from megaaccum.optim.owners import COSTS, Cost, Matrix, at_owners
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.units import GIB
 
@@ -93,7 +94,7 @@ class Workload:
             vocab_size=self.vocab_size,
             hardware=self.hardware,
             stages=memory.stages,
-            newton_schulz_steps=keys.muon_num_ns_steps if keys.optimizer == "muon" else 0,
+            matrix_flops=_matrix_flops(keys),
             software=Software(
                 flash=self.layers.fused_attention,
                 precision="fp8" if self.in_fp8 else "16 bit",
@@ -234,6 +235,7 @@ def memory_model(
         replicas=first.replicas,
         flushes=flushes,
         second_moment=_second_moment(config),
+        soap=config.optimizer.optimizer == "soap",
         at_owners=at_owners_in(config, first, 1),
         live_elements=first.live,
         head_copy=sharding.reproducible == "layout",
@@ -250,9 +252,17 @@ def at_owners_in(config: Config, mode: ShardingMode, num_microbatches: int) -> b
     return at_owners(replace(config, sharding=replace(config.sharding, **own)), num_microbatches)  # type: ignore[arg-type]
 
 
+def _matrix_flops(keys: OptimizerConfig) -> Cost | None:
+    """Operations of a matrix' own update; None if AdamW or Lion steps it."""
+    if keys.optimizer == "soap":
+        return Matrix.soap_flops
+    return partial(Matrix.flops, steps=keys.muon_num_ns_steps) if keys.optimizer == "muon" else None
+
+
 def _second_moment(config: Config) -> float:
-    """Bytes per element of a matrix for which Muon has no second moment: none on this device if they are offloaded."""
+    """Bytes per element of a moment of AdamW's that a matrix does not have: none on this device if they are
+    offloaded."""
     sharding = config.sharding
-    if config.optimizer.optimizer != "muon" or sharding.offload_optimizer == "cpu":
+    if config.optimizer.optimizer not in COSTS or sharding.offload_optimizer == "cpu":
         return 0.0
     return BYTES["fp64" if sharding.params_dtype == "fp64" else "fp32"]

@@ -16,5 +16,5 @@
 | `launched` | ranks that a launcher started |
 | `at_start` | two splits of a run's first step, on the run's ranks |
 | `subject`, `records`, `report` | model and data of a case; its numbers; the verdict as text, JSON, picture |
-| `whole_muon` | Muon on whole matrices |
+| `whole_matrices` | Muon and SOAP on whole matrices |
 """

@@ -92,7 +92,7 @@ class Run:
     def _state(self) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
         for piece in self.engine.backend.state():
-            for kind, values in piece.tensors.items():
+            for kind, values in piece.tensors.items() if piece.shape is None else ():
                 found.setdefault(kind, []).append(self._piece(piece.name, piece.param, values, piece.start))
         return found
 

@@ -63,9 +63,9 @@ def optimizer_of(named: list[tuple[str, torch.Tensor]], plan: Plan) -> Any:
         return adamw(named, plan)
     if keys.optimizer == "lion":
         return emerging.lion(_groups(named, keys.weight_decay), lr=keys.lr, betas=(keys.lion_beta1, keys.lion_beta2))
-    from megaaccum.lab.verification.whole_muon import WholeMuon
+    from megaaccum.lab.verification.whole_matrices import WholeMatrices
 
-    return WholeMuon(named, plan, adamw)
+    return WholeMatrices(named, plan, adamw)
 
 
 def adamw(named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:

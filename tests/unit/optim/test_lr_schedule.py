@@ -213,6 +213,15 @@ def test_a_group_with_a_rate_of_its_own_keeps_it():
     assert [group["lr"] for group in groups] == [1e-3, 5e-3]
 
 
+def test_a_rate_of_its_own_holds_without_a_schedule_too():
+    named = [
+        ("embedding.word_embeddings.weight", torch.nn.Parameter(torch.zeros(2, 2))),
+        ("decoder.layers.0.mlp.weight", torch.nn.Parameter(torch.zeros(2, 2))),
+    ]
+    groups = param_groups(named, 0.1, decoupled={"max_lr": 5e-3, "min_lr": 5e-4})
+    assert {each["param_names"][0]: each.get("lr") for each in groups} == {named[0][0]: 5e-3, named[1][0]: None}
+
+
 def test_resumes_where_it_was_even_when_loaded_after_steps():
     config = configured(lr_decay_style="cosine", lr_warmup_iters=10)
     first = build([{}], config)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaaccum.config import precision
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_arguments import handled, listed, loss_scale_keys
+from megaaccum.config.megatron_arguments import SOAP, handled, listed, loss_scale_keys
 from megaaccum.pretrain.interop.megatron.parser import (
     RENAMED,
     ParsedFlags,
@@ -94,6 +94,7 @@ def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
         theirs["params_dtype"] = "fp32"
     if values.get("optimizer") == "muon":
         theirs |= {"muon_momentum": args.muon_momentum, "muon_split_gated": False}
+    theirs |= SOAP if values.get("optimizer") == "soap" else {}
     if args.eval_interval is None:
         theirs["eval_interval"] = 0
     if reading.deepspeed is None and not args.loss_scale:

@@ -123,7 +123,7 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
 
 
 def _optimizer(given: ParsedFlags, reading: Reading) -> None:
-    """Set AdamW or Muon."""
+    """Set the optimizer."""
     chosen, notes, problems = optimizer_of(given.args, given.written)
     if given.has("optimizer") and not problems:
         reading.put("optimizer", chosen, given, "optimizer")

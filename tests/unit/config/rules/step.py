@@ -132,9 +132,10 @@ BROKEN: list[Case] = [
     ),
     ("fp32_states", 1, dict(optimizer="lion", optimizer_dtype="bf16", bf16=True), ["bf16: optimizer lion"]),
     ("without_effect", 1, dict(lion_beta1=0.9), ["no effect with optimizer adam: set optimizer to lion"]),
-    ("muon", 1, dict(optimizer="muon", weight_decay=0, muon_scalar_weight_decay=0.1), ["share of weight_decay"]),
+    ("matrices", 1, dict(optimizer="soap", offload_optimizer="cpu"), ["SOAP's state stays on the devices"]),
+    ("matrices", 1, dict(optimizer="muon", weight_decay=0, muon_scalar_weight_decay=0.1), ["share of weight_decay"]),
     (
-        "muon", 4,
+        "matrices", 4,
         dict(optimizer="muon", tensor_model_parallel_size=4, num_attention_heads=4, num_query_groups=2),
         ["tensor_model_parallel_size 4", "num_query_groups 2", "muon_split_qkv to false"],
     ),

@@ -139,7 +139,7 @@ def test_a_flag_sets_its_key(text, expected):
         ("--cuda-graph-modules attention", ["--cuda-graph-modules attention", "attention"]),
         ("4 --bf16", ["unexpected 4", "--name value"]),
         ("--grad-accum-steps few", ["grad_accum_steps must be a whole number"]),
-        ("--optimizer sgd", ["--optimizer sgd", "adam (AdamW), lion or muon"]),
+        ("--optimizer sgd", ["--optimizer sgd", "adam (AdamW), lion, muon or soap"]),
         ("--optimizer muon --muon-scalar-optimizer lion", ["--muon-scalar-optimizer lion", "adam"]),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", ["2 blocks", "duplicated"]),
         ("--tokenizer-type NullTokenizer", ["needs --vocab-size"]),

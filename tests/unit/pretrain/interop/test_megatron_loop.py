@@ -90,8 +90,16 @@ def test_muon_in_blocks_and_other_optimizers_are_refused():
     muon.muon_scalar_optimizer = "lion"
     in_blocks, scalars = optimizer_of(muon, written)[2]
     assert "write --muon-tp-mode duplicated" in in_blocks and "--muon-scalar-optimizer lion: write adam" in scalars
-    with pytest.raises(ConfigError, match=r"sgd: write adam \(AdamW\), lion or muon"):
+    with pytest.raises(ConfigError, match=r"sgd: write adam \(AdamW\), lion, muon or soap"):
         plan_of(args(optimizer="sgd"), {})
+
+
+def test_soap_takes_fused_weights_whole_as_megatron_does():
+    keys = plan_of(args(optimizer="soap"), {}).config.optimizer
+    assert (keys.optimizer, keys.soap_use_kl_shampoo, keys.soap_shampoo_beta) == ("soap", True, 0.95)
+    assert not keys.muon_split_qkv and not keys.muon_split_gated
+    chosen, (note,), _ = optimizer_of(args(optimizer="soap", tensor_model_parallel_size=2), {})
+    assert chosen == "soap" and "each of their 2 blocks alone" in note
 
 
 def test_lion_takes_its_betas_and_they_do_nothing_without_it():
