@@ -20,10 +20,11 @@ MOST_SHOWN = 8
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """Facts that all ranks have of each other. stop: some rank wishes to stop after this step. told: for each name of
-    `tell` every rank's number, in rank order."""
+    `tell` every rank's number, in rank order. sums: over all ranks, of `add`."""
 
     stop: bool
     told: dict[str, list[int]]
+    sums: tuple[int, int]
 
 
 def check_agreement(
@@ -34,12 +35,13 @@ def check_agreement(
     usual: Mapping[str, int] | None = None,
     stop: bool = False,
     problem: MegaaccumError | None = None,
+    add: tuple[int, int] = (0, 0),
     **facts: int,
 ) -> Agreed:
-    """Compare `digest` (of the plan) and `facts` over all ranks: one all-reduce of one integer, however many facts and
-    ranks there are. `tell` is not compared, and neither is `stop`, since a signal may reach ranks in different steps.
-    If the sum of digests does not match, or one of `tell` is not its `usual` number on every rank, all ranks gather
-    each other's numbers; otherwise `told` is empty.
+    """Compare `digest` (of the plan) and `facts` over all ranks, and add up `add`: one all-reduce of three integers,
+    however many facts and ranks there are. `tell` is not compared, and neither is `stop`, since a signal may reach
+    ranks in different steps. If the sum of digests does not match, or one of `tell` is not its `usual` number on every
+    rank, all ranks gather each other's numbers; otherwise `told` is empty.
 
     Raises RankDisagreement on every rank, naming each fact that differs with every rank's number. If the digests
     differ, `details` (the keys and values of the plan) is called, and the error names the keys that differ. If any rank
@@ -50,8 +52,9 @@ def check_agreement(
     expected: Mapping[str, int | None] = dict.fromkeys(told) if usual is None else usual
     compared = [number for name, number in numbers.items() if name in expected or name not in told]
     # The sum is a collective, so it comes before what only this rank knows.
-    if _all_ranks_have(str(compared)) and problem is None and expected.items() <= told.items():
-        return Agreed(stop, {})
+    is_same, sums = _compared(str(compared), add)
+    if is_same and problem is None and expected.items() <= told.items():
+        return Agreed(stop, {}, sums)
     columns = dict(zip(numbers, numbers_of_all(list(numbers.values())), strict=True))
     if any(columns["problem"]):
         _raise_each(problem)
@@ -59,16 +62,17 @@ def check_agreement(
         texts = [_disagreement(name, columns[name], details) for name in differing]
         raise printed_once(RankDisagreement("; ".join(texts)))
     is_usual = all(set(columns[name]) == {value} for name, value in expected.items())
-    return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told})
+    return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told}, sums)
 
 
-def _all_ranks_have(text: str) -> bool:
+def _compared(text: str, add: tuple[int, int] = (0, 0)) -> tuple[bool, tuple[int, int]]:
     """Whether every rank has the same `text`: the sum of all digests is then a multiple of this rank's. If texts
-    differ, a rank finds them equal with probability 2^-44. Collective over the world."""
+    differ, a rank finds them equal with probability 2^-44. And the sums of `add`. Collective over the world."""
     own = _digest(text) >> 16  # the sum of 2^19 of these fits
-    total = torch.full((), own, dtype=torch.int64, device=cpu.device())  # filled there: a copy from the host would wait
-    dist.all_reduce(total)
-    return int(total) == own * dist.get_world_size()
+    row = cpu.to_device(torch.tensor([own, *add], dtype=torch.int64))
+    dist.all_reduce(row)
+    total, *sums = row.tolist()
+    return total == own * dist.get_world_size(), (sums[0], sums[1])
 
 
 def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -107,7 +111,7 @@ def _digest(text: str) -> int:
 def assert_same_on_ranks(what: str, value: str) -> None:
     """Raise RankDisagreement on every rank, with each rank's value, unless all ranks have the same `value`; collective
     over the world."""
-    if _all_ranks_have(value):
+    if _compared(value)[0]:
         return
     raise printed_once(RankDisagreement(describe(what, gathered(value))))
 

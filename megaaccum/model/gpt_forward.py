@@ -57,9 +57,8 @@ class GptForwardStep:
         """Output of `chunk` for the next micro-batch, and its loss function; with `return_schedule_plan`, Megatron's
         plan of that computation in place of the output."""
         microbatch, form = next(data_iterator), self._form_of(chunk)
-        batch = {name: each for name in form.reads if (each := microbatch.get(name)) is not None}
-        if cpu.has_accelerator():
-            batch = {name: each.to(cpu.device(), non_blocking=True) for name, each in batch.items()}
+        read = ((name, microbatch.get(name)) for name in form.reads)
+        batch = {name: each.to(cpu.device(), non_blocking=True) for name, each in read if each is not None}
         if self._cp.size() > 1:
             batch = self._own_part(batch)
         starts = microbatch.get("document_starts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import Agreed, check_agreement
-from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement
+from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
@@ -33,8 +34,11 @@ def on_step(
     step: int,
     stop: bool,
     problem: MegaaccumError | None,
-) -> tuple[bool, str]:
-    """Whether some rank asks to stop, and which ranks have fewer micro-batches than `batch`. digest: `plan.digest()`.
+    weights: Sequence[float] | None = None,
+) -> tuple[bool, str, float | None]:
+    """Whether some rank asks to stop, which ranks have fewer micro-batches than `batch`, and the step's weight, if
+    every rank has as many and all `weights` are whole numbers. digest: `plan.digest()`. weights: of this rank's
+    sequences, the same on each rank that has these.
 
     Collective over the world. Raises RankDisagreement if ranks would not do the same thing, what short_batch.too_few
     raises, and a `problem` of any rank.
@@ -50,6 +54,7 @@ def on_step(
         stop=stop,
         problem=problem,
         given=(len(microbatches), batch.num_microbatches),
+        add=_whole_number(weights),
         step=step,
         seq_length=length,
         micro_batch_size=rows,
@@ -60,10 +65,26 @@ def on_step(
             f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
         )
     if not agreed.told:  # every rank has as many as are planned
-        return agreed.stop, ""
+        total, unknown = agreed.sums
+        copies = torch.distributed.get_world_size() // groups.dp.size()
+        return agreed.stop, "", None if unknown else total / copies
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
-    return agreed.stop, short_batch.too_few(
-        counts, dp_ranks, wanted=batch.num_microbatches, policy=plan.config.step.short_batch, step=step
+    policy = plan.config.step.short_batch
+    note = short_batch.too_few(counts, dp_ranks, wanted=batch.num_microbatches, policy=policy, step=step)
+    return agreed.stop, note, None
+
+
+def _whole_number(weights: Sequence[float] | None) -> tuple[int, int]:
+    """(the sum of weights, 0), or (0, 1) if they are not known or no whole numbers, which are added up as they are."""
+    total = math.nan if weights is None else math.fsum(weights)
+    return (int(total), 0) if total.is_integer() and abs(total) < 2**40 else (0, 1)
+
+
+def no_list(given: object) -> StepError:
+    """The error for micro-batches of a whole step in something else than a list."""
+    return StepError(
+        f"train_step takes a list of micro-batches, but a {type(given).__name__} was given: give list(...), or call"
+        " forward_backward, which takes iterators, and optim_step"
     )
 
 
@@ -77,13 +98,14 @@ def on_call(
     stop: bool = False,
     problem: MegaaccumError | None = None,
     given: tuple[int, int] = (0, 0),
+    add: tuple[int, int] = (0, 0),
     **facts: int,
 ) -> Agreed:
     """All ranks make the same `call` with the same `facts`. Collective over the world.
 
     Every call compares as many numbers, so that ranks that make different calls disagree instead of hanging. calls: of
     forward_backward since the last optim_step. given: micro-batches that this rank has, which may differ, and as many
-    as the step takes.
+    as the step takes. add: added up over the ranks.
     """
     plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
     return check_agreement(
@@ -93,6 +115,7 @@ def on_call(
         usual={"given": given[1]},
         stop=stop,
         problem=problem,
+        add=add,
         **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
         **{"calls since the last optim_step": calls},
         **(plain | facts),

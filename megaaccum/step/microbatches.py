@@ -25,7 +25,8 @@ class Microbatches:
     that a stage computes, masked ones included. weights: of each, where they are known before the forward.
     token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1 / tokens for a mean).
     expected: a weight to expect if none is known. dummies: indices in this call of micro-batches that only pad it.
-    lengths: tokens per sequence of each, where they differ.
+    lengths: tokens per sequence of each, where they differ. total_weight: N of the step that has no others, over all
+    ranks, if ranks have told each other.
     """
 
     forward_step_func: ForwardStepFunc
@@ -38,6 +39,7 @@ class Microbatches:
     expected: float | None = None
     dummies: frozenset[int] = field(default_factory=frozenset)
     lengths: Sequence[int] | None = None
+    total_weight: float | None = None
 
     def __len__(self) -> int:
         return self.count

@@ -41,7 +41,7 @@ def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) ->
     every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
     healthy = [each for index, each in every.items() if index not in mine]
     replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
-    calls = [batch.without(replaced) for batch in opened.calls]
+    calls = [replace(batch.without(replaced), total_weight=None) for batch in opened.calls]
     steps.begin_attempt(opened, world_sums.divisor_of(steps, calls, alone=opened.divisor.total is not None))
     for number, batch in enumerate(calls):
         steps.flush(opened, batch, reduce=number == len(calls) - 1 or not steps.backend.can_defer)

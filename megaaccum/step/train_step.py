@@ -168,29 +168,32 @@ class TrainStep:
         """(this rank's micro-batches, with dummies if a short batch is padded; whether some rank asks to stop; which
         ranks have too few). None instead of micro-batches if a short batch is dropped. Raises on every rank what
         keeps one of them from taking the step."""
-        if not isinstance(microbatches, Sequence):
-            given = type(microbatches).__name__
-            problem = problem or StepError(
-                f"train_step takes a list of micro-batches, but a {given} was given: give list(...), or call"
-                " forward_backward, which takes iterators, and optim_step"
-            )
-            microbatches = ()
         if self.opened is not None:
             problem = problem or StepError(
                 f"step {self.opened.step} is open, with {self.opened.num_microbatches} micro-batches: end it with"
                 " optim_step before the next"
             )
-        stop, short = agreement.on_step(
-            self.plan, self.groups, self._digest, self.batch, microbatches, step=step, stop=stop, problem=problem
-        )
-        drops = bool(short) and self.plan.config.step.short_batch == "drop"
-        return None if drops else self._whole(microbatches), stop, short
+        if not isinstance(microbatches, Sequence):
+            problem, microbatches = problem or agreement.no_list(microbatches), ()
+        batch = None
+        try:
+            batch = self.batch_of(microbatches) if len(microbatches) == self.batch.num_microbatches else None
+        except ConfigError as error:
+            problem = problem or error
+        stop, short, total = agreement.on_step(
+            self.plan, self.groups, self._digest, self.batch, microbatches,
+            step=step, stop=stop, problem=problem, weights=None if batch is None else batch.weights,
+        )  # fmt: skip
+        if short and self.plan.config.step.short_batch == "drop":
+            return None, stop, short
+        return replace(self._whole(microbatches, batch), total_weight=total), stop, short
 
-    def _whole(self, microbatches: Sequence[Any]) -> Microbatches:
+    def _whole(self, microbatches: Sequence[Any], batch: Microbatches | None = None) -> Microbatches:
         """A whole step's: with dummies up to the planned number, and with the lengths that only some stages know.
-        Raises on every rank if none does."""
-        filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
-        batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
+        Raises on every rank if none does. batch: what has been read of them."""
+        if batch is None:
+            filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
+            batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
         batch, unknown = agreement.with_lengths(batch, self.plan, self.groups.pp)
         if batch.lengths is not None or unknown is not None:
             raise_together(unknown)

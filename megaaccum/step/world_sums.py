@@ -36,6 +36,8 @@ def divisor_of(
     """The divisor of a step; its weights are on their way until it is called. total: N if the caller knows it.
     alone: no further call is expected, so the weights of `calls` are all."""
     divide = partial(Divisor.known, reduction_divisor=steps.backend.reduction_divisor)
+    if total is None and alone and len(calls) == 1:
+        total = calls[0].total_weight
     if total is not None:
         everyone = steps.batch.num_microbatches * steps.groups.dp.size()
         return lambda: divide(total, everyone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,8 @@ from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.step import train_step, world_sums
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor
+from megaaccum.step.microbatches import Microbatches
+from megaaccum.step.train_step import TrainStep
 from tests.bank.mistake import mistake, replaced, wrapped
 
 
@@ -165,10 +167,12 @@ def mean_of_means(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="dp, unequal weights",
 )  # fmt: skip
 def mean_over_own_tokens(plan: Plan) -> Iterator[None]:
-    def own(weights: list[float], count: int, groups: Any, places: Any = None) -> Callable[[], tuple[float, int]]:
-        return lambda: (sum(weights) * groups.dp.size(), count * groups.dp.size())
+    def own(steps: TrainStep, calls: list[Microbatches], total: float | None = None, *, alone: bool) -> Any:
+        ranks, mine = steps.groups.dp.size(), [weight for each in calls for weight in each.weights or ()]
+        divisor = steps.backend.reduction_divisor
+        return lambda: Divisor.known(sum(mine) * ranks, len(mine) * ranks, reduction_divisor=divisor)
 
-    with replaced(world_sums, "post_total_weight", own):
+    with replaced(world_sums, "divisor_of", own):
         yield
 
 

@@ -84,15 +84,15 @@ def test_where_the_backward_is_split():
 
 def without_correction(case: Case) -> Gradient:
     """The mistake: the bad micro-batches are left out, and their tokens stay in the divisor."""
-    from megaaccum.step.world_sums import post_total_weight
+    from megaaccum.step.world_sums import divisor_of
 
-    whole: list[tuple[float, int]] = []
+    whole = []
 
-    def keeping_tokens(*args):
-        whole.append(post_total_weight(*args)())
+    def keeping_tokens(*args, **kwargs):
+        whole.append(divisor_of(*args, **kwargs)())
         return lambda: whole[0]
 
-    with patch("megaaccum.step.world_sums.post_total_weight", keeping_tokens):
+    with patch("megaaccum.step.world_sums.divisor_of", keeping_tokens):
         return attempt(Rig.of(case), DROPPED)[0]
 
 

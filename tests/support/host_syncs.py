@@ -24,7 +24,7 @@ OF_THE_HOST = (
 )
 """Masks as the data reader gives them; the CPU's random state, which Megatron's tracker compares; a norm of 0 that
 ZeRO-3 is given (upstream/zero.py); gradients in host memory; the count of steps of torch's AdamW."""
-BUDGET = 4
+BUDGET = 3
 """Waits in a step that docs/concepts/gpu.md states, beside one for three of ZeRO-3's buckets."""
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
