@@ -6,8 +6,9 @@ Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, 
 dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
 or not; stages of one's own, also in a V; precision; architecture, latent attention, experts, multi-token prediction,
 recompute, frozen parts; masks of unequal length, micro-batches of unequal length, batch warm-up, speculative steps,
-ranks without a token, ranks with too few micro-batches, micro-batches that are not finite (skipped, left out, or
-set to 0), evaluations between steps and calls, steps that a load drops, and a resume at another layout.
+ranks without a token, ranks with too few micro-batches, parameters that some micro-batches do not use, micro-batches
+that are not finite (skipped, left out, or set to 0), evaluations between steps and calls, steps that a load drops, and
+a resume at another layout.
 
 What fails is made smaller, as long as it still fails, and printed as the `--cell` that repeats it. In 16 bits every
 token goes to all experts, since rounding would change which it goes to.
@@ -93,7 +94,9 @@ def draw(seed: int, index: int) -> Cell:
     while True:
         cell = _draw(chance)
         if is_legal(cell):
-            return cell
+            # Drawn apart, so that cells stay what they were.
+            gated = random.Random(f"gates {seed}/{index}").random() < 0.3 and "mtp_num_layers" not in cell.model
+            return dataclasses.replace(cell, gated=gated)
 
 
 def is_legal(cell: Cell) -> bool:
@@ -429,7 +432,7 @@ def _smaller(cell: Cell) -> Iterator[Cell]:
     for name, plain in (
         ("resume", None), ("bad", None), ("hollow", None), ("short", 0), ("frozen", ""), ("evaluate", False),
         ("calls", 1), ("told", True), ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
-        ("lengths", False), ("dropped", False),
+        ("lengths", False), ("dropped", False), ("gated", False),
     ):  # fmt: skip
         if getattr(cell, name) != plain:
             yield change(**{name: plain})

@@ -61,7 +61,8 @@ class Cell:
     (modulo their number) all tokens are masked. bad: index of the micro-batch whose gradient is not a number. short:
     how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN. calls: of forward_backward in a
     step; of one, train_step is called. told: the calls are given N of the whole step. lengths: micro-batches have
-    lengths of their own. dropped: a step is opened, and a load drops it.
+    lengths of their own. dropped: a step is opened, and a load drops it. gated: the first and the last stage have a
+    parameter each that about half of the micro-batches do not use.
     """
 
     world_size: int
@@ -81,6 +82,7 @@ class Cell:
     told: bool = True
     lengths: bool = False
     dropped: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -229,6 +231,8 @@ class _Run:
         self.chunks = gpt.build_chunks(self.plan, self.groups, vocab_size=VOCAB)
         for chunk in self.chunks:
             chunk.config.variable_seq_lengths = cell.lengths  # as `initialize` sets it
+        for chunk in self.chunks if cell.gated else ():
+            add_gates(chunk)
         _freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
@@ -307,10 +311,29 @@ class _WithNan:
     def __call__(self, data_iterator: Iterator, chunk: Any, **plan: Any):
         made = dict(next(data_iterator))
         bad = made.pop("bad", None)
+        chunk.is_open = is_open(made)
         output, loss_func = self._inner(iter([made]), chunk, **plan)
         if bad is not None and made["loss_mask"].any() and chunk.post_process and output.requires_grad:
             output.register_hook(lambda grad: grad * float("nan"))
         return output, loss_func
+
+
+def is_open(made: dict[str, torch.Tensor]) -> bool:
+    """Whether a micro-batch uses the parameters of `add_gates`."""
+    return int(made["tokens"][0, 0]) % 2 == 0
+
+
+def add_gates(chunk: Any) -> None:
+    """Let the embedding and the final norm, if a chunk has them, scale their output by a vector while `is_open`. They
+    are not recomputed."""
+    for module in (getattr(chunk, "embedding", None), getattr(chunk.decoder, "final_layernorm", None)):
+        if module is not None:
+            gate: Any = torch.nn.Parameter(torch.zeros(chunk.config.hidden_size, dtype=chunk.config.params_dtype))
+            gate.sequence_parallel = chunk.config.sequence_parallel
+            module.register_parameter("gate", gate)
+            module.register_forward_hook(
+                lambda module, _args, output: output * (1 + module.gate) if chunk.is_open else output
+            )
 
 
 def _freeze(cell: Cell, named: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
@@ -351,10 +374,12 @@ class _Loop:
         groups.destroy()
         built = groups.build(self.plan.layout, timeout_minutes=1)
         (chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
+        if cell.gated:
+            add_gates(chunk)
         _freeze(cell, names.named_parameters([chunk]))
         self.scale = LOSS_SCALE if lane == "fp16" else 1.0
         means = self.plan.batch.loss_norm != "token"
-        self._head = self._head_apart(chunk)
+        self._head, self._chunk = self._head_apart(chunk), chunk
         self._is_bad = False
         chunk.register_forward_hook(self._spoil)
         self.loop = PlainLoop(
@@ -413,7 +438,7 @@ class _Loop:
         self.loop.forget_tokens()
         for index, batch in batches.items():
             share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
-            self._is_bad = is_bad(self.cell, step, index)
+            self._is_bad, self._chunk.is_open = is_bad(self.cell, step, index), is_open(batch)
             value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
             loss += value
             for which, each in (("", part), ("head", self._part_of_head())):
@@ -459,7 +484,10 @@ class _Loop:
         divisor = self.loop.divisor(max(tokens, 1), len(batches))
         self.loop.model.eval()
         with torch.no_grad():
-            total = sum(float(self.loop.loss(batch)[0]) / divisor for batch in batches)
+            total = 0.0
+            for batch in batches:
+                self._chunk.is_open = is_open(batch)
+                total += float(self.loop.loss(batch)[0]) / divisor
         self.loop.model.train()
         return total
 

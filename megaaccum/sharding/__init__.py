@@ -20,16 +20,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from megaaccum.errors import ConfigError
+import torch
+
+from megaaccum.errors import ConfigError, FlushError, listed
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
+from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim.owners import COSTS
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
 from megaaccum.sharding.ownership import MatrixUpdates
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
-    import torch
-
     from megaaccum.config import Plan
     from megaaccum.distributed.groups import Groups
 
@@ -57,6 +59,8 @@ def build(
     if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
+    for chunk in chunks if sharding.sync == "streaming" else ():
+        _run_every_layer(chunk)
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
     optimizer.register_step_pre_hook(lambda *_: measure_memory(backend))
     return backend
@@ -81,3 +85,29 @@ def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
     module, name = kinds[backend, sync]
     kind: Callable[..., ShardingBackend] = getattr(importlib.import_module(f"megaaccum.sharding.{module}"), name)
     return kind
+
+
+def _run_every_layer(chunk: torch.nn.Module) -> None:
+    """Raise FlushError at the end of a forward that runs other layers than the first did. Layers are gathered and
+    reduced one by one, in collectives that would mix up those of ranks which run others."""
+    ran: set[int] = set()
+    first: list[frozenset[int]] = []
+
+    def begin(*_: object) -> None:
+        ran.clear()
+
+    def end(*_: object) -> None:
+        if not torch.is_grad_enabled() or pytorch.in_backward():
+            return
+        first[1:] = [frozenset(ran)]
+        if other := first[0] ^ first[-1]:
+            raise FlushError(
+                f"sync streaming: micro-batches run other layers of this chunk ({listed(map(str, sorted(other)))}, from"
+                " 0, in some of them alone), so that ranks would mix up their parameters: let every micro-batch run"
+                " every layer (times 0, if it is not to count), or set sync to resident"
+            )
+
+    for number, layer in enumerate(layers_of(chunk)):
+        layer.register_forward_pre_hook(lambda *_, number=number: None if pytorch.in_backward() else ran.add(number))
+    chunk.register_forward_pre_hook(begin)
+    chunk.register_forward_hook(end)

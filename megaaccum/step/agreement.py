@@ -17,18 +17,14 @@ from megaaccum.step.microbatches import Microbatches, shapes_of
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.distributed.groups import Groups
+    from megaaccum.step.train_step import TrainStep
 
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
 _LONGEST = 2**40
 
 
 def on_step(
-    plan: Plan,
-    groups: Groups,
-    digest: str,
-    batch: BatchPlan,
+    steps: TrainStep,
     microbatches: Sequence[Any],
     *,
     step: int,
@@ -36,21 +32,20 @@ def on_step(
     problem: MegaaccumError | None,
     weights: Sequence[float] | None = None,
 ) -> tuple[bool, str, float | None]:
-    """Whether some rank asks to stop, which ranks have fewer micro-batches than `batch`, and the step's weight, if
-    every rank has as many and all `weights` are whole numbers. digest: `plan.digest()`. weights: of this rank's
-    sequences, the same on each rank that has these.
+    """Whether some rank asks to stop, which ranks have fewer micro-batches than planned, and the step's weight, if
+    every rank has as many and all `weights` are whole numbers. weights: of this rank's sequences, the same on each rank
+    that has these.
 
     Collective over the world. Raises RankDisagreement if ranks would not do the same thing, what short_batch.too_few
     raises, and a `problem` of any rank.
     """
+    plan, batch = steps.plan, steps.batch
     planned = (batch.micro_batch_size, batch.seq_length)
     shapes = [] if plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
     rows, length = next((shape for shape in shapes if shape != planned), planned)
     agreed = on_call(
         "train_step",
-        plan=plan,
-        groups=groups,
-        digest=digest,
+        steps,
         stop=stop,
         problem=problem,
         given=(len(microbatches), batch.num_microbatches),
@@ -66,7 +61,7 @@ def on_step(
         )
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
-        copies = torch.distributed.get_world_size() // groups.dp.size()
+        copies = torch.distributed.get_world_size() // steps.groups.dp.size()
         return agreed.stop, "", None if unknown else total / copies
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
     policy = plan.config.step.short_batch
@@ -90,10 +85,8 @@ def no_list(given: object) -> StepError:
 
 def on_call(
     call: str,
+    steps: TrainStep,
     *,
-    plan: Plan,
-    groups: Groups,
-    digest: str,
     calls: int = 0,
     stop: bool = False,
     problem: MegaaccumError | None = None,
@@ -109,9 +102,9 @@ def on_call(
     """
     plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
     return check_agreement(
-        digest,
-        details=plan.facts,
-        tell={"given": given[0], "dp_rank": groups.dp.rank()},
+        steps.digest,
+        details=steps.plan.facts,
+        tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
         problem=problem,

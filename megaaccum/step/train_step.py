@@ -106,7 +106,7 @@ class TrainStep:
         if isinstance(self.schedule, ForwardBackward):
             self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self.p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)
-        self._digest = plan.digest()
+        self.digest = plan.digest()
         self.reports = ReportReducer(reports)
         self.seeds = SampleSeeds(plan, groups, chunks)
         self.side_losses = SideLosses(chunks)
@@ -180,10 +180,10 @@ class TrainStep:
             batch = self.batch_of(microbatches) if len(microbatches) == self.batch.num_microbatches else None
         except ConfigError as error:
             problem = problem or error
+        weights = None if batch is None else batch.weights
         stop, short, total = agreement.on_step(
-            self.plan, self.groups, self._digest, self.batch, microbatches,
-            step=step, stop=stop, problem=problem, weights=None if batch is None else batch.weights,
-        )  # fmt: skip
+            self, microbatches, step=step, stop=stop, problem=problem, weights=weights
+        )
         if short and self.plan.config.step.short_batch == "drop":
             return None, stop, short
         return replace(self._whole(microbatches, batch), total_weight=total), stop, short
@@ -497,6 +497,4 @@ class TrainStep:
         calls = 0
         if self.opened is not None:
             calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
-        return agreement.on_call(
-            call, plan=self.plan, groups=self.groups, digest=self._digest, calls=calls, problem=problem, **facts
-        )
+        return agreement.on_call(call, self, calls=calls, problem=problem, **facts)

@@ -64,6 +64,14 @@ def test_layers_that_some_microbatches_skip():
     check(no_gradient.dropped, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
 
 
+@pytest.mark.parametrize("backend", ["--sync streaming ", "--backend fsdp2 --sync streaming "])
+def test_a_layer_that_a_rank_leaves_out_ends_a_run_that_gathers_layer_by_layer(backend):
+    ends = try_ranks(no_gradient.gradients, 2, [Case(2, backend + PLAIN, SMALL)], no_gradient.left_out, timeout=40)
+    assert all(end.failed for end in ends)
+    last = ends[1].error
+    assert last is not None and last.kind == "FlushError" and "run other layers of this chunk (1, from 0" in last.text
+
+
 def test_a_rank_that_trains_nothing_ends_all_with_one_message():
     case = Case(2, PLAIN + "--pipeline_model_parallel_size 2", SMALL)
     ends = try_ranks(no_gradient.gradients, 2, [case], no_gradient.frozen_stage)

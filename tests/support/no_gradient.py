@@ -77,6 +77,23 @@ def _unless_dropped(forward, hidden_states, *args, **kwargs):
     return torch.where(reads, hidden, hidden_states), *rest
 
 
+def left_out(chunks) -> None:
+    """Layer 1, which the third micro-batch of the last rank does not call at all."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class LeftOut(TransformerLayer):
+        calls = 0
+
+        def __call__(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 3 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                return kwargs["hidden_states"], None
+            return super().__call__(*args, **kwargs)
+
+    for chunk in chunks:
+        chunk.decoder.layers[1].__class__ = LeftOut
+
+
 def skipping(chunks) -> None:
     """Experts that are not called where they have no token, so that they get no gradient there."""
     from megatron.core.transformer.moe.experts import SequentialMLP
