@@ -286,6 +286,24 @@ def test_a_wrong_mapping_is_seen_by_its_logits(tmp_path):
     assert all(distance > 1e-2 for name, distance in found.items() if name not in right), found
 
 
+def logits_distances(folders: dict[str, str]) -> dict[str, float]:
+    from megaaccum.distributed import groups
+    from megaaccum.pretrain.weights import compare
+
+    found = {}
+    for family, folder in folders.items():
+        groups.destroy()
+        found[family] = compare.logits_distance(Path(folder))
+    return found
+
+
+def test_the_logits_of_every_family_are_those_of_transformers(tmp_path):
+    """1e-5 of their norm, in FP32."""
+    folders = {family: str(hf.write(family, tmp_path)) for family in hf.MODELS}
+    (found,) = run_ranks(logits_distances, 1, folders, timeout=120)
+    assert len(found) >= 8 and all(distance <= 1e-5 for distance in found.values()), found
+
+
 # --- an export that is interrupted -----------------------------------------------------------------------------------
 
 

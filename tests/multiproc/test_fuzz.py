@@ -64,6 +64,12 @@ FOUND = [
         bad=3,
         calls=2,
     ),
+    Cell(  # parameters that some micro-batches do not use
+        world_size=4,
+        model={"num_layers": 4},
+        layout={"pipeline_model_parallel_size": 2, "schedule": "zbv", "zero_stage": 2, "pp_microbatches": 4},
+        gated=True,
+    ),
     Cell(  # every cp rank gave a micro-batch the weight 1
         world_size=2,
         model={"num_layers": 2, "loss_norm": "microbatch"},
@@ -74,7 +80,7 @@ FOUND = [
         told=False,
     ),
 ]
-"""Cells of which the fuzz has shown defects."""
+"""Cells of which the fuzz has shown defects, and one of each kind that it draws seldom."""
 
 
 def test_cells_that_failed_once():
