@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,8 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int) -> None:
     """Write `tensors`, which come in any order, into safetensors files of at most `max_shard_bytes`, an index if there
-    are several, and their digests. A tensor may come in several pieces, its first rows first. One piece is in memory at
-    a time."""
+    are several, and their digests. A tensor may come in several pieces, its first rows first. Two pieces are in memory
+    at a time: one is made while the other is written."""
     shards = _shards(layout, max_shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -160,16 +161,18 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
     for file, names in zip(files, shards, strict=True):
         places |= _write_header(aside / file, {name: layout[name] for name in names})
     digests, left = {name: hashlib.sha256() for name in layout}, {name: nbytes(layout[name]) for name in layout}
-    for name, tensor in tensors:
-        file, start = places[name]
-        assert (tuple(tensor.shape[1:]), tensor.dtype) == (layout[name][0][1:], layout[name][1]), name
-        content = _bytes_of(tensor)
-        digests[name].update(content)
-        with (aside / file).open("r+b") as target:
-            target.seek(start + nbytes(layout[name]) - left[name])
-            target.write(content)
-        left[name] -= tensor.nbytes
-        del tensor, content  # before the next one is made
+    with ThreadPoolExecutor(1) as hashing:
+        for name, tensor in _one_ahead(tensors):
+            file, start = places[name]
+            assert (tuple(tensor.shape[1:]), tensor.dtype) == (layout[name][0][1:], layout[name][1]), name
+            content = _bytes_of(tensor)
+            hashed = hashing.submit(digests[name].update, content)
+            with (aside / file).open("r+b") as target:
+                target.seek(start + nbytes(layout[name]) - left[name])
+                target.write(content)
+            left[name] -= tensor.nbytes
+            hashed.result()
+            del tensor, content, hashed  # before the next but one is made
     assert not any(left.values()), left
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(nbytes, layout.values()))}}
@@ -180,6 +183,17 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
     for file in files:
         with (aside / file).open("rb") as written:
             os.fsync(written.fileno())
+
+
+def _one_ahead[T](items: Iterable[T]) -> Iterator[T]:
+    """The items, each made by a thread while the one before is in use."""
+    made = iter(items)
+    with ThreadPoolExecutor(1) as making:
+        coming = making.submit(next, made, None)
+        while (item := coming.result()) is not None:
+            coming = making.submit(next, made, None)
+            yield item
+            del item
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -73,7 +73,7 @@ class WholeCheckpoint:
         """The shape of each parameter and trained buffer, in the order of the model."""
         shapes = {name: self._stored.shape(name) or () for name in self._stored.names}
         shapes |= {name: tuple(self._reader.stored[_BUFFER + name].size) for name in self._buffers}
-        return {name: shapes[name] for name in sorted(shapes, key=_natural)}
+        return {name: shapes[name] for name in sorted(shapes, key=_place)}
 
     def is_buffer(self, name: str) -> bool:
         return name in self._buffers
@@ -101,9 +101,10 @@ class WholeCheckpoint:
         return whole
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+def _place(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """A key by which the embedding comes first, and layer 10 after layer 9."""
+    parts = re.split(r"(\d+)", name)
+    return not name.startswith("embedding."), [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
