@@ -9,7 +9,18 @@ import pytest
 from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.faults import differences
-from tests.support.muon import BACKENDS, PIPELINE, Cell, engine_of, moved, problems, take_steps, train, updates
+from tests.support.muon import (
+    BACKENDS,
+    PIPELINE,
+    Cell,
+    check_held,
+    engine_of,
+    moved,
+    problems,
+    take_steps,
+    train,
+    updates,
+)  # fmt: skip
 from tests.support.parity import Case, Rig
 
 MODEL = (
@@ -72,32 +83,8 @@ def test_one_digest_over_layouts():
         assert not differences(whole[0], found), case
 
 
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-def held(cases: list[Case]) -> list[float]:
-    """Bytes of KINDS that this rank held at most in the second step of each case."""
-    found = []
-    for case in cases:
-        rig = Rig.of(case)
-        memory = [rig.train(step=step, first=0).memory for step in range(2)][-1]
-        found.append(sum(memory[kind] for kind in KINDS))
-    return found
-
-
 def test_what_is_held_is_within_two_percent_of_the_prediction():
-    from megaaccum.lab.planner import footprint
-    from megaaccum.lab.planner.sync_mode import Forecast
-    from tests.support.parity import VOCAB
-
-    model = f"{LION} --untie_embeddings_and_output_weights"
-    cases = [Case(4, f"{flags} --grad_accum_steps 2", model) for flags in BACKENDS.values()]
-    by_rank = run_ranks(held, 4, cases, timeout=200)
-    for number, case in enumerate(cases):
-        plan = case.plan()
-        memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
-        predicted = sum(memory[kind] for kind in KINDS)
-        assert max(rank[number] for rank in by_rank) == pytest.approx(predicted, rel=0.02), case
+    check_held(f"{LION} --untie_embeddings_and_output_weights")
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

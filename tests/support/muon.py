@@ -313,3 +313,42 @@ def reference_of(each: Cell) -> tuple[str, int, str, str]:
 
 def references(wanted: list[tuple[str, int, str, str]]) -> list[tuple[Reference, int]]:
     return [train_in_one_process(*each) for each in wanted]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def held(cases: list[Case]) -> list[tuple[float, str]]:
+    """Bytes of parameters, gradients and optimizer that this rank held at most in the second step of each case, and
+    what the start says of matrices."""
+    found = []
+    for case in cases:
+        rig = Rig.of(case)
+        memory = [rig.train(step=step, first=0).memory for step in range(2)][-1]
+        updates = rig.backend.matrices
+        found.append((sum(memory[kind] for kind in HELD), "" if updates is None else updates.summary))
+    return found
+
+
+HELD = ("parameters", "gradients", "optimizer")
+
+
+def check_held(model: str, *, in_the_mean: str = "") -> list[str]:
+    """Check that a model's steps under every backend hold what is predicted, within 2 %: the rank with the most, or, in
+    layouts with `in_the_mean`, ranks in the mean. Returns what each start says."""
+    import pytest
+
+    from megaaccum.lab.planner import footprint
+    from megaaccum.lab.planner.sync_mode import Forecast
+    from megaaccum.lab.verification.testing import run_ranks
+    from tests.support.parity import VOCAB
+
+    cases = [Case(4, f"{flags} --grad_accum_steps 2", model) for flags in BACKENDS.values()]
+    by_rank = run_ranks(held, 4, cases, timeout=200)
+    for number, case in enumerate(cases):
+        plan, mine = case.plan(), [rank[number][0] for rank in by_rank]
+        memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
+        unequal = in_the_mean and in_the_mean in case.layout
+        most = sum(mine) / len(mine) if unequal else max(mine)
+        assert most == pytest.approx(sum(memory[kind] for kind in HELD), rel=0.02), case
+    return [summary for _, summary in by_rank[0]]
