@@ -4,9 +4,9 @@ step, runs once per step.
 A matrix' gradient is reduced straight to the ranks that keep its momentum (owner_sums.py): its owner, and under tensor
 parallelism the ranks beside it, whose parts come to the owner by an all-to-all over the ranks of the stage
 (tp x cp x dp). If the backend's own reduction has to stay (`owners.at_owners`), the momentum lives where the shard
-lives, and what the iteration needs crosses by the same all-to-all. So do gradients under SOAP, whose state is of whole
-matrices. The update comes back to the shards by another, in
-place of the gradient. The backend's own step then applies it, and gathers weights as always.
+lives, and what the iteration needs crosses by the same all-to-all. So do gradients under SOAP, whose state is that of
+whole matrices and lives at the owner. The update comes back to the shards by another, in place of the gradient. The
+backend's own step then applies it, and gathers weights as always.
 
 Exchanges are made in rounds: while an owner iterates, what it needs next arrives and what it made before goes out.
 """
@@ -132,8 +132,8 @@ class MatrixUpdates:
 
     owned: the matrices of each rank of the stage. to_owners, back: bytes that this rank receives in a step's exchanges.
     kind: of a tensor that a checkpoint has of each of its parameters. num_calls: matrices that this rank has iterated.
-    soap: the state of its own, under SOAP. summary: what Muon and AdamW
-    step, for the start of a run. Construction is collective over the stage and the pipeline.
+    soap: the state of its own, under SOAP. summary: what Muon or SOAP and AdamW step, for the start of a run.
+    Construction is collective over the stage and the pipeline.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend):
