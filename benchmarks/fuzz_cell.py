@@ -494,17 +494,3 @@ class _Loop:
     def parts(self) -> list[Piece]:
         masters = self.loop.masters.items()
         return [Piece(name, master.detach().double().clone(), 0) for name, master in masters]
-
-
-# --- comparing -------------------------------------------------------------------------------------------------------
-
-
-def whole(parts: list[Piece], like: torch.Tensor) -> torch.Tensor:
-    """Put `parts` together, in the size of `like`; nan where there is no part, and where two parts disagree."""
-    flat = torch.full_like(like, float("nan"))
-    for part in parts:
-        here = flat[part.start : part.start + part.values.numel()]
-        values = part.values.reshape(-1)
-        agree = here.isnan() | ((here - values).abs() <= 1e-6 * values.abs() + 1e-9)
-        here.copy_(torch.where(agree, values, torch.full_like(values, float("nan"))))
-    return flat

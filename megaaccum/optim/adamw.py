@@ -35,13 +35,9 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
         lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2), eps=optimizer.adam_eps
     )
     if optimizer.optimizer in COSTS:
-        is_soap = optimizer.optimizer == "soap"
         options["fused"] = plan.config.sharding.reproducible != "layout"
-        return muon.Muon(
-            groups,
-            decoupled=is_soap or optimizer.muon_weight_decay_method == "decoupled",
-            **options,
-        )
+        decoupled = optimizer.optimizer == "soap" or optimizer.muon_weight_decay_method == "decoupled"
+        return muon.Muon(groups, decoupled=decoupled, **options)
     if plan.config.sharding.reproducible == "layout":
         # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
         # (torch 2.13, on a CPU), and a shard's end is not the parameter's.

@@ -91,7 +91,7 @@ def _run_every_layer(chunk: torch.nn.Module) -> None:
     """Raise FlushError at the end of a forward that runs other layers than the first did. Layers are gathered and
     reduced one by one, in collectives that would mix up those of ranks which run others."""
     ran: set[int] = set()
-    first: list[frozenset[int]] = []
+    first: frozenset[int] | None = None
 
     def begin(*_: object) -> None:
         ran.clear()
@@ -99,8 +99,9 @@ def _run_every_layer(chunk: torch.nn.Module) -> None:
     def end(*_: object) -> None:
         if not torch.is_grad_enabled() or pytorch.in_backward():
             return
-        first[1:] = [frozenset(ran)]
-        if other := first[0] ^ first[-1]:
+        nonlocal first
+        first = frozenset(ran) if first is None else first
+        if other := first ^ ran:
             raise FlushError(
                 f"sync streaming: micro-batches run other layers of this chunk ({listed(map(str, sorted(other)))}, from"
                 " 0, in some of them alone), so that ranks would mix up their parameters: let every micro-batch run"

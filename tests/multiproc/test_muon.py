@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +13,20 @@ from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import whole_runs
 from tests.support.faults import Fault, differences, injected, state_of
-from tests.support.muon import BACKENDS, FLAGS, MOE, cell, engine_of, moved, problems, take_steps, train, trained
+from tests.support.muon import (
+    BACKENDS,
+    FLAGS,
+    MOE,
+    cell,
+    check_held,
+    check_one_digest,
+    counted,
+    engine_of,
+    moved,
+    problems,
+    take_steps,
+    trained,
+)  # fmt: skip
 from tests.support.parity import Case, Rig
 
 CELLS = [
@@ -119,10 +132,7 @@ def test_one_digest_over_layouts():
         Case(4, "--reproducible layout --backend ddp --grad_accum_steps 2", TWO_LAYERS),
         Case(4, "--reproducible layout --backend megatron --grad_accum_steps 2", TWO_LAYERS),
     ]
-    by_layout = list(zip(*run_ranks(train, 4, [(case, "") for case in layouts], timeout=200), strict=True))
-    whole = [{name: each for rank in ranks for name, each in rank.tensors.items()} for ranks in by_layout]
-    for case, found in zip(layouts[1:], whole[1:], strict=True):
-        assert not differences(whole[0], found), case
+    check_one_digest(layouts)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -254,48 +264,6 @@ def test_every_backend_of_the_table_is_one_that_can_be_chosen():
 
 # --- bytes and memory -------------------------------------------------------------------------------------------------
 
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A rank's bytes of a step: received in Muon's exchanges, and in all; foretold of the former; held at most. And its
-    calls of Newton-Schulz and its matrices."""
-
-    exchanged: float
-    moved: float
-    foretold: int
-    held: float
-    calls: int
-    owned: int
-
-
-def counted(cases: list[Case]) -> list[Counted]:
-    """A step of each case, on this rank."""
-    return [count_one(case) for case in cases]
-
-
-def count_one(case: Case) -> Counted:
-    rig = Rig.of(case)
-    size = rig.plan.batch.global_batch_size
-    result = [rig.train(step=step, first=step * size) for step in range(2)][-1]
-    lanes = {lane: count.num_bytes for lane, count in result.traffic.items()}
-    exchanged = sum(size for lane, size in lanes.items() if lane.startswith("all_to_all/tp_dp_cp/"))
-    moved = sum(size for lane, size in lanes.items() if lane.split("/")[1] != "world")  # all of data parallelism
-    updates = rig.backend.matrices
-    if updates is None:
-        return Counted(0.0, moved, 0, 0.0, 0, 0)
-    held = sum(size for kind, size in result.memory.items() if kind in KINDS)
-    return Counted(
-        exchanged,
-        moved,
-        updates.to_owners + updates.back,
-        held,
-        updates.num_calls,
-        len(updates.owned[rig.groups.dp.rank()]),
-    )
-
-
 BYTES = {
     # backend: whether its shards are even, so that check's forecast is exact too.
     "--zero_stage 1": False,
@@ -396,18 +364,5 @@ def test_the_first_matrices_are_on_their_way_while_later_gradients_are_computed(
 
 
 def test_what_is_held_is_within_two_percent_of_the_prediction():
-    from megaaccum.lab.planner import footprint
-    from megaaccum.lab.planner.sync_mode import Forecast
-    from tests.support.parity import VOCAB
-
-    model = f"{TWO_LAYERS} --untie_embeddings_and_output_weights"
-    cases = [Case(4, f"{layout} --grad_accum_steps 2", model) for layout in BYTES]
-    by_rank = run_ranks(counted, 4, cases, timeout=200)
-    for number, case in enumerate(cases):
-        plan = case.plan()
-        memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
-        predicted = sum(memory[kind] for kind in KINDS)
-        mine = [rank[number].held for rank in by_rank]
-        # Megatron's optimizer cuts one run of all parameters, of which matrices have one moment: ranks are unequal.
-        most = sum(mine) / 4 if "megatron" in case.layout else max(mine)
-        assert most == pytest.approx(predicted, rel=0.02), case
+    """Megatron's optimizer cuts one run of all parameters, of which matrices have one moment: ranks are unequal."""
+    check_held(f"{TWO_LAYERS} --untie_embeddings_and_output_weights", BYTES, in_the_mean="megatron")

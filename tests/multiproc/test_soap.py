@@ -10,7 +10,18 @@ import torch
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.faults import differences
-from tests.support.muon import BACKENDS, PIPELINE, Cell, check_held, engine_of, problems, take_steps, train, updates
+from tests.support.muon import (
+    BACKENDS,
+    PIPELINE,
+    Cell,
+    check_held,
+    check_one_digest,
+    counted,
+    engine_of,
+    problems,
+    take_steps,
+    updates,
+)  # fmt: skip
 from tests.support.parity import Case, Rig
 
 MODEL = (
@@ -68,10 +79,7 @@ def test_one_digest_over_layouts():
     flags = ("--zero_stage 3", "--backend fsdp2 --sync streaming", "--backend ddp")
     cases = [Case(4, same + each, SOAP) for each in flags]
     cases.append(Case(4, f"--reproducible layout --backend megatron {PIPELINE}", SOAP))
-    by_case = list(zip(*run_ranks(train, 4, [(case, "") for case in cases], timeout=200), strict=True))
-    whole = [{name: each for rank in ranks for name, each in rank.tensors.items()} for ranks in by_case]
-    for case, found in zip(cases[1:], whole[1:], strict=True):
-        assert not differences(whole[0], found), case
+    check_one_digest(cases)
 
 
 def test_what_is_held_is_within_two_percent_of_the_prediction():
@@ -80,30 +88,17 @@ def test_what_is_held_is_within_two_percent_of_the_prediction():
         assert "soap 28 matrices" in summary and "momenta at owners" in summary
 
 
-def exchanged(cases: list[Case]) -> list[tuple[float, int]]:
-    """Bytes that this rank received in SOAP's exchanges in a step of each case, and what was foretold."""
-    found = []
-    for case in cases:
-        rig = Rig.of(case)
-        traffic = rig.train(step=0, first=0).traffic
-        updates = rig.backend.matrices
-        assert updates is not None and updates.num_calls == len(updates.owned[rig.groups.dp.rank()])
-        lanes = [count.num_bytes for lane, count in traffic.items() if lane.startswith("all_to_all/tp_dp_cp/")]
-        found.append((sum(lanes), updates.to_owners + updates.back))
-    return found
-
-
 def test_bytes_are_the_predicted_ones():
     from megaaccum.lab.planner import matrices
 
     layouts = ("--zero_stage 3", "--backend fsdp2 --sync streaming", "--backend ddp")
     cases = [Case(4, f"{layout} --grad_accum_steps 2", SOAP) for layout in layouts]
-    by_rank = run_ranks(exchanged, 4, cases, timeout=100)
+    by_rank = run_ranks(counted, 4, cases, timeout=100)
     for number, case in enumerate(cases):
-        found = matrices.forecast(case.plan())
-        moved, foretold = (sum(rank[number][which] for rank in by_rank) for which in (0, 1))
-        assert moved == foretold == pytest.approx(4 * (found.to_owners + found.back), rel=1e-12), case
-        assert found.saved < 0
+        found, ranks = matrices.forecast(case.plan()), [rank[number] for rank in by_rank]
+        exchanged, foretold = (sum(getattr(rank, name) for rank in ranks) for name in ("exchanged", "foretold"))
+        assert exchanged == foretold == pytest.approx(4 * (found.to_owners + found.back), rel=1e-12), case
+        assert found.saved < 0 and all(rank.calls == 2 * rank.owned for rank in ranks), case
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -315,27 +315,55 @@ def references(wanted: list[tuple[str, int, str, str]]) -> list[tuple[Reference,
     return [train_in_one_process(*each) for each in wanted]
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def held(cases: list[Case]) -> list[tuple[float, str]]:
-    """Bytes of parameters, gradients and optimizer that this rank held at most in the second step of each case, and
-    what the start says of matrices."""
-    found = []
-    for case in cases:
-        rig = Rig.of(case)
-        memory = [rig.train(step=step, first=0).memory for step in range(2)][-1]
-        updates = rig.backend.matrices
-        found.append((sum(memory[kind] for kind in HELD), "" if updates is None else updates.summary))
-    return found
-
+# --- bytes, memory and bits -------------------------------------------------------------------------------------------
 
 HELD = ("parameters", "gradients", "optimizer")
 
 
-def check_held(model: str, *, in_the_mean: str = "") -> list[str]:
-    """Check that a model's steps under every backend hold what is predicted, within 2 %: the rank with the most, or, in
-    layouts with `in_the_mean`, ranks in the mean. Returns what each start says."""
+@dataclass(frozen=True)
+class Counted:
+    """A rank's bytes of a step: received in exchanges of matrices, and in all; foretold of the former; held at most.
+    Its updates of matrices, and its matrices; what the start says of them."""
+
+    exchanged: float
+    moved: float
+    foretold: int
+    held: float
+    calls: int
+    owned: int
+    summary: str = ""
+
+
+def counted(cases: list[Case]) -> list[Counted]:
+    """A step of each case, on this rank."""
+    return [count_one(case) for case in cases]
+
+
+def count_one(case: Case) -> Counted:
+    rig = Rig.of(case)
+    size = rig.plan.batch.global_batch_size
+    result = [rig.train(step=step, first=step * size) for step in range(2)][-1]
+    lanes = {lane: count.num_bytes for lane, count in result.traffic.items()}
+    exchanged = sum(size for lane, size in lanes.items() if lane.startswith("all_to_all/tp_dp_cp/"))
+    moved = sum(size for lane, size in lanes.items() if lane.split("/")[1] != "world")  # all of data parallelism
+    held = sum(size for kind, size in result.memory.items() if kind in HELD)
+    updates = rig.backend.matrices
+    if updates is None:
+        return Counted(0.0, moved, 0, held, 0, 0)
+    return Counted(
+        exchanged,
+        moved,
+        updates.to_owners + updates.back,
+        held,
+        updates.num_calls,
+        len(updates.owned[rig.groups.dp.rank()]),
+        updates.summary,
+    )
+
+
+def check_held(model: str, layouts: Iterable[str] = (), *, in_the_mean: str = "") -> list[str]:
+    """Check that a model's steps in layouts, default under every backend, hold what is predicted, within 2 %: the rank
+    with the most, or, in layouts with `in_the_mean`, ranks in the mean. Returns what each start says."""
     import pytest
 
     from megaaccum.lab.planner import footprint
@@ -343,12 +371,23 @@ def check_held(model: str, *, in_the_mean: str = "") -> list[str]:
     from megaaccum.lab.verification.testing import run_ranks
     from tests.support.parity import VOCAB
 
-    cases = [Case(4, f"{flags} --grad_accum_steps 2", model) for flags in BACKENDS.values()]
-    by_rank = run_ranks(held, 4, cases, timeout=200)
+    cases = [Case(4, f"{flags} --grad_accum_steps 2", model) for flags in layouts or BACKENDS.values()]
+    by_rank = run_ranks(counted, 4, cases, timeout=200)
     for number, case in enumerate(cases):
-        plan, mine = case.plan(), [rank[number][0] for rank in by_rank]
+        plan, mine = case.plan(), [rank[number].held for rank in by_rank]
         memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
         unequal = in_the_mean and in_the_mean in case.layout
         most = sum(mine) / len(mine) if unequal else max(mine)
         assert most == pytest.approx(sum(memory[kind] for kind in HELD), rel=0.02), case
-    return [summary for _, summary in by_rank[0]]
+    return [each.summary for each in by_rank[0]]
+
+
+def check_one_digest(cases: list[Case]) -> None:
+    """Check that STEPS steps of every case, of four ranks, end with the same bits."""
+    from megaaccum.lab.verification.testing import run_ranks
+    from tests.support.faults import differences
+
+    by_case = list(zip(*run_ranks(train, 4, [(case, "") for case in cases], timeout=200), strict=True))
+    whole = [{name: each for rank in ranks for name, each in rank.tensors.items()} for ranks in by_case]
+    for case, found in zip(cases[1:], whole[1:], strict=True):
+        assert not differences(whole[0], found), case

@@ -66,13 +66,10 @@ class _Split:
     def parts(self, master: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Views of the `values` of a master, [groups, rows, columns] of each matrix."""
         name = self._names[id(master)]
-        whole = values.view(1, *values.shape)
         if "linear_qkv" in name and self._keys.muon_split_qkv:
             return list(values.view(-1, sum(self._qkv), values.shape[1]).split(self._qkv, dim=1))
-        return list(whole.chunk(2, dim=1)) if self._halves(name) else [whole]
-
-    def _halves(self, name: str) -> bool:
-        return "linear_fc1" in name and self._gated and self._keys.muon_split_gated
+        is_pair = "linear_fc1" in name and self._gated and self._keys.muon_split_gated
+        return list(values.view(1, *values.shape).chunk(2 if is_pair else 1, dim=1))
 
 
 class _SplitMuon(OrthogonalizedOptimizer):
