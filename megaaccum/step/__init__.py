@@ -3,7 +3,7 @@
 | module | holds |
 | --- | --- |
 | `train_step` | the step, downwards: begin at `TrainStep.train` |
-| `agreement`, `microbatches`, `short_batch` | what ranks agree on before they begin; the micro-batches |
+| `call_agreement`, `microbatches`, `short_batch` | what ranks agree on before they begin; the micro-batches |
 | `loss`, `world_sums` | the divisor, and what loss functions returned; N, losses and reports over all ranks |
 | `forward_step`, `flush` | the user's forward under a schedule, and who observes it |
 | `seeds` | random states of each forward, by sample |

@@ -29,7 +29,7 @@ from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
-from megaaccum.step import agreement, grad_norm, retry, short_batch, world_sums
+from megaaccum.step import call_agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch
 from megaaccum.step.microbatches import Microbatches, read_batch, shapes_of
@@ -174,14 +174,14 @@ class TrainStep:
                 " optim_step before the next"
             )
         if not isinstance(microbatches, Sequence):
-            problem, microbatches = problem or agreement.no_list(microbatches), ()
+            problem, microbatches = problem or call_agreement.no_list(microbatches), ()
         batch = None
         try:
             batch = self.batch_of(microbatches) if len(microbatches) == self.batch.num_microbatches else None
         except ConfigError as error:
             problem = problem or error
         weights = None if batch is None else batch.weights
-        stop, short, total = agreement.on_step(
+        stop, short, total = call_agreement.on_step(
             self, microbatches, step=step, stop=stop, problem=problem, weights=weights
         )
         if short and self.plan.config.step.short_batch == "drop":
@@ -194,7 +194,7 @@ class TrainStep:
         if batch is None:
             filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
             batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
-        batch, unknown = agreement.with_lengths(batch, self.plan, self.groups.pp)
+        batch, unknown = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
         if batch.lengths is not None or unknown is not None:
             raise_together(unknown)
         return batch
@@ -358,7 +358,7 @@ class TrainStep:
         """
         self.drop_begun()
         with self.observer.watching():
-            batch, problem = agreement.with_lengths(batch, self.plan, self.groups.pp)
+            batch, problem = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             self._agree_on_call("forward_backward", problem, num_microbatches=len(batch), total_weight=bits)
             if last is None:
@@ -497,4 +497,4 @@ class TrainStep:
         calls = 0
         if self.opened is not None:
             calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
-        return agreement.on_call(call, self, calls=calls, problem=problem, **facts)
+        return call_agreement.on_call(call, self, calls=calls, problem=problem, **facts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -30,11 +29,10 @@ from megaaccum.pretrain.training.header import header
 from megaaccum.pretrain.training.open_log import open_log
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
 from megaaccum.pretrain.training.saver import Saver, continued
+from megaaccum.pretrain.training.stop_signals import StopSignals
 from megaaccum.pretrain.weights import foreign, weights_in
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
     from megaaccum.pretrain.data.dataset import Datasets
@@ -109,7 +107,7 @@ class TrainingRun:
             self.log.note(verified)
         planned = advisor.expected_of(self.plan, self.data.vocabulary.size)
         self._ranks = Ranks(self.plan, self.engine.groups, self.engine.chunks, planned)
-        self._signals, self._started = _StopSignals(), time.monotonic()
+        self._signals, self._started = StopSignals(), time.monotonic()
         self._texts = raise_on_all_ranks(Texts, self.engine, self.data, self.log)
         self._stopwatch = self.engine.observer.stopwatch
         self._stopwatch.enter("between")
@@ -222,17 +220,3 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
     with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
         log.step(record)
     log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")
-
-
-class _StopSignals:
-    """Remembers SIGINT, SIGTERM and a hang-up, unless `nohup` has that ignored, so that a run can finish its step, save
-    and exit."""
-
-    def __init__(self) -> None:
-        self.received = False
-        hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])):
-            signal.signal(number, self._remember)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
