@@ -114,10 +114,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (input,), at = ctx.saved_tensors, ctx.at
-        if at.weight.requires_grad:
-            wgrad.defer(at.weight, _Product(input, grad, None, at=at), at.source)
         sums = [wgrad.flat_rows(part).sum(dim=0) for part in at.cut(grad)] if ctx.has_bias else []
         grad_input = at.spread(grad, at.matrices()) if at.axis else at.collect(grad, at.matrices())
+        if at.weight.requires_grad:  # last: a backend may release the weight when its gradient comes
+            wgrad.defer(at.weight, _Product(input, grad, None, at=at), at.source)
         return grad_input, torch.cat(sums) if sums else None, None
 
 

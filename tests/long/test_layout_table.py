@@ -6,6 +6,7 @@ import pytest
 
 from tests.multiproc.test_layouts import (
     BF16,
+    COLUMNS,
     CP2,
     CUT,
     EP2,
@@ -26,7 +27,6 @@ from tests.support.layouts import Outcome, outcomes_by_case
 from tests.support.parity import Case
 
 TP4, CP4 = "--tensor_model_parallel_size 4 ", "--context_parallel_size 4 "
-COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 FOURS = "--reproducible_tensor_blocks 4 --reproducible_context_blocks 4 --make_vocab_size_divisible_by 32 "
 ROWS = [
     row(4, "--pp_microbatches 4 --zero_stage 1 "),
@@ -58,7 +58,6 @@ ROWS = [
     row(4, "--pp_microbatches 16 " + CP4, FOURS),
     row(4, "--pp_microbatches 16 " + TP4, FOURS),
     row(4, "--pp_microbatches 8 " + CP2, FOURS),
-    row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", COLUMNS),
 ]
 OWN_ROWS = [

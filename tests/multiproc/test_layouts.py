@@ -35,6 +35,7 @@ EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
 """A model that computes by two blocks of columns and two of each sequence."""
+COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 "),
     row(4, "--pp_microbatches 2 --grad_accum_steps 2 --sync streaming "),
@@ -57,6 +58,7 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16),
     row(4, "--pp_microbatches 8 --backend fsdp2 " + TP2, CUT),
     row(4, PP + "--schedule zbv --pp_microbatches 8 ", CUT),
+    row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS),
     row(4, "--pp_microbatches 8 --zero_stage 1 " + CP2, CUT + BF16),
     row(4, "--pp_microbatches 16 --recompute_granularity full " + TP2 + CP2, CUT + BF16),
 ]
