@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         (input,), at = ctx.saved_tensors, ctx.at
         sums = [wgrad.flat_rows(part).sum(dim=0) for part in at.cut(grad)] if ctx.has_bias else []
         grad_input = at.spread(grad, at.matrices()) if at.axis else at.collect(grad, at.matrices())
-        if at.weight.requires_grad:  # last: a backend may release the weight when its gradient comes
+        if at.weight.requires_grad:  # after the last read of it
             wgrad.defer(at.weight, _Product(input, grad, None, at=at), at.source)
         return grad_input, torch.cat(sums) if sums else None, None
 

@@ -159,7 +159,8 @@ def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, a
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor], source: int = 0) -> None:
     """Call `compute()`, the gradient of `weight`, at the schedule's W, or at once if no schedule splits the backward.
-    For the backward of a layer of one's own. source: whose tokens the layer multiplied (`tokens_from`)."""
+    For the backward of a layer of one's own, which does not read the weight any more: a backend may release it when its
+    gradient comes. source: whose tokens the layer multiplied (`tokens_from`)."""
     if _receiver is not None:
         mark_put_off(weight)
         _receiver.add(weight, compute, source)
