@@ -160,10 +160,12 @@ class _Reader:
 
     def read(self) -> Batch:
         samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
-        self._start = next(self._starts)
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
-        tokens, mask = batch["tokens"], batch["loss_mask"]
-        assert tokens is not None and mask is not None
+        tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
+        assert tokens is not None and labels is not None and mask is not None
+        if self._vocab_size is not None:
+            self._check_ids(torch.stack((tokens, labels), 1), self._start, self._vocab_size)
+        self._start = next(self._starts)
         if "document_starts" in samples[0]:
             batch["document_starts"] = torch.stack([sample["document_starts"] for sample in samples])
         else:
@@ -184,19 +186,20 @@ class _Reader:
             sample = self._dataset[index]
         except Exception as error:
             raise DataError(f"sample {index:,} cannot be read: {type(error).__name__}: {error}") from error
-        if self._vocab_size is not None:
-            self._check_ids(sample, index, self._vocab_size)
         return sample
 
     @staticmethod
-    def _check_ids(sample: dict[str, Any], index: int, vocab_size: int) -> None:
-        for key in ("tokens", "labels"):
-            lowest, highest = (int(value) for value in sample[key].aminmax())
-            if lowest < 0 or highest >= vocab_size:
-                raise DataError(
-                    f"sample {index:,} holds id {highest if highest >= vocab_size else lowest}, but the vocabulary has "
-                    f"{vocab_size} entries; set tokenizer_model to the tokenizer that the dataset was built with"
-                )
+    def _check_ids(ids: torch.Tensor, first: int, vocab_size: int) -> None:
+        """ids: [samples, ...], of samples `first` and on."""
+        lowest, highest = ids.aminmax()
+        if lowest >= 0 and highest < vocab_size:
+            return
+        wrong = (ids < 0) | (ids >= vocab_size)
+        sample = int(wrong.flatten(1).any(1).nonzero()[0])
+        raise DataError(
+            f"sample {first + sample:,} holds id {int(ids[sample][wrong[sample]][0])}, but the vocabulary has "
+            f"{vocab_size} entries; set tokenizer_model to the tokenizer that the dataset was built with"
+        )
 
     def close(self) -> None:
         """Nothing to end."""
