@@ -59,7 +59,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
     )  # fmt: skip
     with safetensors_folder.written_aside(folder) as aside:
         tensors = ((name, torch.randn(shape)) for name, shape in shapes.items())
-        safetensors_folder.write(aside, layout, tensors, max_shard_bytes=10**9)
+        safetensors_folder.write(aside, layout, [lambda: tensors], max_shard_bytes=10**9)
         (aside / "config.json").write_text(json.dumps(config))
     return sum(map(safetensors_folder.nbytes, layout.values()))
 

@@ -84,12 +84,12 @@ class CheckpointReader:
 
     def _tensor(self, file: BinaryIO, key: str) -> torch.Tensor:
         stored = self.stored[key]
-        file.seek(stored.offset)
-        content = file.read(stored.length)
-        if hashlib.sha256(content).hexdigest() != stored.sha256:
+        part = pytorch.part_of_file(file, stored.offset, stored.length)
+        if hashlib.file_digest(part, "sha256").hexdigest() != stored.sha256:
             raise DamagedCheckpoint(f"{file.name} is damaged: {key} is not what was written (SHA-256)")
+        part.seek(0)
         try:
-            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # bytes that were made up can raise anything
             raise CheckpointError(f"{file.name} holds no tensor for {key} ({_what(error)})") from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != stored.size:

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 
@@ -27,6 +27,13 @@ CHECKPOINT_METADATA_CLASSES = pickled("checkpoint_metadata")
 CHECKPOINT_PLAN_CLASSES = pickled("checkpoint_plan")
 """(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes, and of
 those that Megatron's hold besides."""
+
+
+def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:
+    """A part of a file as a file, as torch.distributed.checkpoint reads its own (torch 2.13: `_create_file_view`)."""
+    from torch.distributed.checkpoint import utils
+
+    return utils._create_file_view(file, offset, length)  # type: ignore[arg-type]
 
 
 def tame_gloo() -> None:

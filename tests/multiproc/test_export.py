@@ -198,7 +198,7 @@ def exported(folder: Path, target: Path) -> None:
     tensors = {name: weights.whole(name) for name in weights.files}
     layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     with safetensors_folder.written_aside(target) as aside:
-        safetensors_folder.write(aside, layout, tensors.items(), max_shard_bytes=10**9)
+        safetensors_folder.write(aside, layout, [tensors.items], max_shard_bytes=10**9)
         shutil.copy(folder / "config.json", aside)
 
 
@@ -330,5 +330,5 @@ def write_into(target: Path, layout: dict, tensors: Any) -> None:
     from megaaccum.pretrain.weights import safetensors_folder
 
     with safetensors_folder.written_aside(target) as aside:
-        safetensors_folder.write(aside, layout, tensors, max_shard_bytes=10**9)
+        safetensors_folder.write(aside, layout, [lambda: tensors], max_shard_bytes=10**9)
         (aside / "config.json").write_text("{}")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,10 +149,14 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor, in the order in which they are written."""
 
 
-def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int) -> None:
-    """Write `tensors`, which come in any order, into safetensors files of at most `max_shard_bytes`, an index if there
-    are several, and their digests. A tensor may come in several pieces, its first rows first. Two pieces are in memory
-    at a time: one is made while the other is written."""
+Maker = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""Makes tensors, or pieces of them, with their names."""
+
+
+def write(aside: Path, layout: Layout, makers: Iterable[Maker], *, max_shard_bytes: int) -> None:
+    """Write what `makers` make into safetensors files of at most `max_shard_bytes`, an index if there are several, and
+    their digests. Two makers work at a time, each in a thread and with one piece in memory. A tensor may come in
+    several pieces, its first rows first, all from one maker."""
     shards = _shards(layout, max_shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -161,18 +165,25 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
     for file, names in zip(files, shards, strict=True):
         places |= _write_header(aside / file, {name: layout[name] for name in names})
     digests, left = {name: hashlib.sha256() for name in layout}, {name: nbytes(layout[name]) for name in layout}
-    with ThreadPoolExecutor(1) as hashing:
-        for name, tensor in _one_ahead(tensors):
+
+    def work(make: Maker) -> None:
+        for name, tensor in make():
             file, start = places[name]
             assert (tuple(tensor.shape[1:]), tensor.dtype) == (layout[name][0][1:], layout[name][1]), name
             content = _bytes_of(tensor)
-            hashed = hashing.submit(digests[name].update, content)
+            digests[name].update(content)
             with (aside / file).open("r+b") as target:
                 target.seek(start + nbytes(layout[name]) - left[name])
                 target.write(content)
+                target.flush()
+                # The disk begins at once, and not when all is written: it works while the next tensor is made.
+                os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             left[name] -= tensor.nbytes
-            hashed.result()
-            del tensor, content, hashed  # before the next but one is made
+            del tensor, content  # before the next one is made
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(work, makers):
+            pass
     assert not any(left.values()), left
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(nbytes, layout.values()))}}
@@ -181,19 +192,7 @@ def write(aside: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor
     lines = [f"{digests[name].hexdigest()}  {places[name][0]}  {name}\n" for name in layout]
     (aside / DIGESTS).write_text("".join(lines), encoding="utf-8")
     for file in files:
-        with (aside / file).open("rb") as written:
-            os.fsync(written.fileno())
-
-
-def _one_ahead[T](items: Iterable[T]) -> Iterator[T]:
-    """The items, each made by a thread while the one before is in use."""
-    made = iter(items)
-    with ThreadPoolExecutor(1) as making:
-        coming = making.submit(next, made, None)
-        while (item := coming.result()) is not None:
-            coming = making.submit(next, made, None)
-            yield item
-            del item
+        sync(aside / file)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

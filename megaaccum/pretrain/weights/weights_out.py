@@ -1,13 +1,13 @@
-"""A checkpoint of a run as a folder of Hugging Face's, by one process that holds one parameter at a time."""
+"""A checkpoint of a run as a folder of Hugging Face's, by one process that holds two parameters at a time."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
@@ -51,10 +51,13 @@ def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtyp
     whole = WholeCheckpoint(current_of(run, checkpoint)[1])
     kind = names.DTYPES[dtype]
     layout = {name: (shape, torch.float32 if whole.is_buffer(name) else kind) for name, shape in whole.shapes().items()}
-    tensors = ((name, whole.read(name).to(layout[name][1])) for name in layout)
+
+    def read(name: str) -> list[tuple[str, torch.Tensor]]:
+        return [(name, whole.read(name).to(layout[name][1]))]
+
     with safetensors_folder.written_aside(folder) as aside:
         size = sum(map(safetensors_folder.nbytes, layout.values()))
-        safetensors_folder.write(aside, layout, tensors, max_shard_bytes=size)
+        safetensors_folder.write(aside, layout, [partial(read, name) for name in layout], max_shard_bytes=size)
 
 
 class WholeCheckpoint:
@@ -172,7 +175,10 @@ class Export:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of theirs, one parameter of ours after the other; of a tensor of all experts, a piece for each
         of them."""
-        for name in self._whole.shapes():
+        return self._made_of(self._whole.shapes())
+
+    def _made_of(self, ours: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ours:
             yield from self._theirs(name, self._whole.read(name))  # gone before the next parameter is read
 
     def layout(self) -> safetensors_folder.Layout:
@@ -186,9 +192,13 @@ class Export:
 
     def write(self, folder: Path) -> None:
         """Write the model into `folder`, which appears when all of it is there. Raises CheckpointError."""
-        layout = self.layout()
+        together: dict[str, list[str]] = {}  # parameters of ours that fill one tensor of theirs
+        for name, shape in self._whole.shapes().items():
+            theirs, _ = next(self._theirs(name, torch.empty(shape, device="meta")))
+            together.setdefault(theirs, []).append(name)
+        makers = [partial(self._made_of, ours) for ours in together.values()]
         with safetensors_folder.written_aside(folder) as aside:
-            safetensors_folder.write(aside, layout, self, max_shard_bytes=self.max_shard_bytes)
+            safetensors_folder.write(aside, self.layout(), makers, max_shard_bytes=self.max_shard_bytes)
             self._write_json(aside)  # last: without a config.json no program takes what a killed export leaves
 
     @cached_property

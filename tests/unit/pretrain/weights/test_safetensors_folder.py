@@ -18,7 +18,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def written(folder, tensors, most=10**9):
     layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     with safetensors_folder.written_aside(folder) as aside:
-        safetensors_folder.write(aside, layout, reversed(tensors.items()), max_shard_bytes=most)
+        safetensors_folder.write(aside, layout, [lambda: reversed(tensors.items())], max_shard_bytes=most)
     return Weights(folder)
 
 
