@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Torch's dtypes by their names in the configuration."""
 
+_COMPILED = "_orig_mod."
+"""What torch.compile puts around a module is a part of its parameters' names, which are to be those of the module."""
+
 _IN_LOCAL_LAYERS = {
     r"self_attention\.linear_qkv\.layer_norm_": "input_layernorm.",
     r"self_attention\.linear_q_up_proj\.layer_norm_": "self_attention.q_layernorm.",
@@ -43,8 +46,10 @@ def over_stages(chunk: torch.nn.Module, local_name: str) -> str:
     match = re.match(r"(|.*\.)layers\.(\d+)\.(.*)", local_name)
     layer: Any = chunk.get_submodule(f"{match[1]}layers.{match[2]}") if match else None
     if match is None or not hasattr(layer, "layer_number"):
-        return f"{getattr(chunk, 'name_in_model', '')}{local_name}"
-    return f"{match[1]}layers.{layer.layer_number - 1}.{match[3]}"
+        name = f"{getattr(chunk, 'name_in_model', '')}{local_name}"
+    else:
+        name = f"{match[1]}layers.{layer.layer_number - 1}.{match[3]}"
+    return name.replace(_COMPILED, "")
 
 
 def global_name(chunk: torch.nn.Module, local_name: str) -> str:
@@ -52,7 +57,7 @@ def global_name(chunk: torch.nn.Module, local_name: str) -> str:
     layers numbered over all stages and experts over all expert-parallel ranks. Copies of the embedding have its
     name."""
     if isinstance(chunk, TorchChunk):
-        return local_name.removeprefix("module.")
+        return local_name.removeprefix("module.").replace(_COMPILED, "")
     local_name = as_in_local_layers(local_name).removeprefix("mtp." if local_name.startswith("mtp.embedding.") else "")
     if match := re.match(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)", local_name):
         layer: Any = chunk.get_submodule(match[1])

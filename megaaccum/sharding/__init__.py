@@ -49,6 +49,7 @@ def build(
     for chunk in chunks:
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
+    pytorch.compile_nothing_of("megaaccum", "deepspeed")
     prepare_latent_attention(chunks)
     sharding = plan.config.sharding
     if (columns := sharding.reproducible_tensor_blocks or 1) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -266,10 +267,13 @@ def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]
     masters = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    with warnings.catch_warnings():  # a view of the buffer is no leaf, and may have no gradient yet
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        gradients = [master.grad for master in masters if master.grad is not None]
     return {
         "parameters_whole": [*params, *(b.param_data for b in buffers if b.param_data is not None)],
         "gradients_whole": [b.grad_data for b in buffers] + [p.grad for p in params if p.grad is not None],
-        "gradients_shard": [master.grad for master in masters if master.grad is not None],
+        "gradients_shard": gradients,
         "optimizer": [*masters, *optimizer_tensors(optimizer.optimizer)],
     }
 

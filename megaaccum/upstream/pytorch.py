@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,15 @@ CHECKPOINT_METADATA_CLASSES = pickled("checkpoint_metadata")
 CHECKPOINT_PLAN_CLASSES = pickled("checkpoint_plan")
 """(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes, and of
 those that Megatron's hold besides."""
+
+
+def compile_nothing_of(*packages: str) -> None:
+    """Have torch.compile trace no function of `packages`: hooks on a module that it compiles run as they are, and break
+    its graph (torch 2.13: `_dynamo.trace_rules`). A process that has compiled nothing so far is left as it is."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    for package in packages if rules is not None else ():
+        if not any(path.endswith(f"/{package}/") for path in rules.SKIP_DIRS):
+            rules.add(package)
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:
