@@ -49,6 +49,8 @@ def build(
     for chunk in chunks:
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
+        for param in chunk.parameters():
+            param.data = param.data.contiguous()  # flattened, it is cut
     pytorch.compile_nothing_of("megaaccum", "deepspeed")
     prepare_latent_attention(chunks)
     sharding = plan.config.sharding

@@ -135,6 +135,12 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
         if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
             problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
         problems += batch_statistics(chunk)
+    if (backend := plan.config.sharding.backend) in ("deepspeed", "fsdp2"):
+        problems += [
+            f"{name} is a scalar, which {backend} does not take: make it a tensor of shape [1]"
+            for name, param in names.named_parameters(chunks)
+            if param.dim() == 0
+        ]
     return problems
 
 

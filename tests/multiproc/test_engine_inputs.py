@@ -81,6 +81,14 @@ def with_norm(rank):
     return chunk
 
 
+def with_scalar(rank):
+    import torch
+
+    chunk = chunk_of(rank)
+    chunk.scale = torch.nn.Parameter(torch.tensor(1.0))
+    return chunk
+
+
 def half_frozen(rank):
     chunk = chunk_of(rank)
     tied = next(chunk.parameters())
@@ -137,6 +145,7 @@ def wrong_models() -> dict[str, str]:
         "again": another_engines(),
         "megatron": said(lambda: engine(keys=megatron, optimizer=with_momentum)),
         "batch norm": said(lambda: engine(with_norm)),
+        "scalar": said(lambda: engine(with_scalar)),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
         "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
         "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True))),
@@ -154,6 +163,7 @@ MODELS = {
     "again": "the model, or a part of it, is another engine's already",
     "megatron": "backend megatron shards the state of Adam or Lion, not of SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
+    "scalar": "stages.0.scale is a scalar, which deepspeed does not take: make it a tensor of shape [1]",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
@@ -171,6 +181,55 @@ def test_models_that_do_not_fit():
     by_rank = run_ranks(wrong_models, 2, timeout=60)
     for case, words in MODELS.items():
         assert all(words in seen[case] and "ConfigError" in seen[case] for seen in by_rank), (case, by_rank)
+
+
+def of_unusual_shapes(backend: str) -> dict:
+    """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, and a scalar where
+    the backend takes it."""
+    import copy
+
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(8, 8)
+            self.turned = torch.nn.Parameter(torch.randn(4, 8).t())
+            self.scale = torch.nn.Parameter(torch.tensor(1.5)) if backend in ("ddp", "megatron") else 1.5
+
+        def forward(self, batch):
+            return self.layer(batch * self.scale) @ self.turned
+
+    model, data = Model(), batches(8)
+    reference = copy.deepcopy(model)
+    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=dict(backend=backend), optimizer=dict(clip_grad=0.0), world_size=2)
+    engine = initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    torch.stack([reference(batch).square().sum() for batch in data]).sum().div(4.0 * len(data)).backward()
+    wanted, distances = dict(reference.named_parameters()), {}
+
+    def compare() -> None:
+        for shard in engine.backend.shards():
+            whole = wanted[shard.name].grad.reshape(-1)[shard.start :][: shard.grad.numel()]
+            if whole.numel():
+                distances[shard.name] = float(
+                    (shard.grad.view(-1) - whole).abs().max() / wanted[shard.name].grad.norm()
+                )
+
+    engine.backend.step = compare
+    engine.train_step(data[torch.distributed.get_rank() :: 2])
+    return distances
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
+def test_parameters_of_unusual_shapes(backend):
+    found = {name: error for rank in run_ranks(of_unusual_shapes, 2, backend) for name, error in rank.items()}
+    assert {"layer.weight", "layer.bias", "turned"} <= found.keys()
+    assert ("scale" in found) == (backend in ("ddp", "megatron"))
+    assert max(found.values()) < 1e-6
 
 
 def weighed(weight):
