@@ -135,12 +135,27 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
         if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
             problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
         problems += batch_statistics(chunk)
-    if (backend := plan.config.sharding.backend) in ("deepspeed", "fsdp2"):
-        problems += [
-            f"{name} is a scalar, which {backend} does not take: make it a tensor of shape [1]"
-            for name, param in names.named_parameters(chunks)
-            if param.dim() == 0
-        ]
+    return problems + _parameter_problems(plan.config.sharding.backend, dict(names.named_parameters(chunks)))
+
+
+def _parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Parameters that a backend's library fails on, or would convert."""
+    if backend not in ("deepspeed", "fsdp2"):
+        return []
+    problems = [
+        f"{name} is a scalar, which {backend} does not take: make it a tensor of shape [1]"
+        for name, param in params.items()
+        if param.dim() == 0
+    ]
+    first = dict[torch.dtype, str]()
+    for name, param in params.items():
+        first.setdefault(param.dtype, name)
+    if len(first) > 1:
+        some = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        problems.append(
+            f"{backend} gives all parameters one dtype, but the model has {some}: convert them, or set backend to"
+            " megatron or ddp"
+        )
     return problems
 
 

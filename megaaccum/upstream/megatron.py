@@ -256,7 +256,10 @@ def share(optimizer: Any, param: torch.nn.Parameter) -> tuple[int, int]:
 
 def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Flat views of the master weight ("param") and the optimizer's tensors of this rank's share."""
-    group, order = optimizer.model_param_group_index_map[param]
+    group, _ = optimizer.model_param_group_index_map[param]
+    # Megatron's own number there is another where a group has both kinds: it lists FP32 parameters first.
+    models = [*optimizer.model_fp32_groups[group], *optimizer.model_float16_groups[group]]
+    order = next(number for number, each in enumerate(models) if each is param)
     share = optimizer.optimizer.param_groups[group]["params"][order]
     return adam_views(optimizer.optimizer, share, moments(optimizer.optimizer, param))
 

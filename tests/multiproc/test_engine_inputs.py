@@ -232,6 +232,61 @@ def test_parameters_of_unusual_shapes(backend):
     assert max(found.values()) < 1e-6
 
 
+class OfTwoDtypes:
+    """A model with layers in BF16, and after them norms in FP32, which Megatron's optimizer lists first."""
+
+    def __new__(cls, seed: int):
+        import torch
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(seed)
+                self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8).bfloat16() for _ in range(2))
+                self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(2))
+
+            def forward(self, batch):
+                for norm, layer in zip(self.norms, self.layers, strict=True):
+                    batch = batch + layer(norm(batch).bfloat16())
+                return batch
+
+        return Model()
+
+
+def through_a_checkpoint(backend: str, folder: str) -> tuple[list[str], list[str]]:
+    """Parameters that have other values than they began with, or after a step, a save and a load into `ddp`; what
+    other backends say to them."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    def made(backend, seed):
+        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+        plan = Plan.of(batch=batch, sharding=dict(backend=backend), world_size=2)
+        return initialize(plan, OfTwoDtypes(seed), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+
+    first = made(backend, 0)
+    before = dict(OfTwoDtypes(0).named_parameters())
+    wrong = [name for name, whole in first.whole_weights() if not torch.equal(whole, before[name])]
+    first.train_step(batches())
+    after = dict(first.whole_weights())
+    first.save(folder)
+    other = made("ddp", 1)
+    other.load(folder)
+    wrong += [name for name, whole in other.whole_weights() if not torch.equal(whole, after[name])]
+    return wrong, [said(lambda backend=backend: made(backend, 0)) for backend in ("deepspeed", "fsdp2")]
+
+
+@pytest.mark.parametrize("backend", ["megatron", "ddp"])
+def test_parameters_of_two_dtypes(backend, tmp_path):
+    words = (
+        "gives all parameters one dtype, but the model has layers.0.weight in bfloat16 and norms.0.weight in float32"
+    )
+    for wrong, errors in run_ranks(through_a_checkpoint, 2, backend, str(tmp_path)):
+        assert not wrong
+        assert all(words in error for error in errors)
+
+
 def weighed(weight):
     def step(data_iterator, chunk):
         return chunk(next(data_iterator)), lambda out: (out.square().sum(), out.new_tensor(weight), {})
