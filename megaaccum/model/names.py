@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 """Torch's dtypes by their names in the configuration."""
 
 _COMPILED = "_orig_mod."
-"""What torch.compile puts around a module is a part of its parameters' names, which are to be those of the module."""
+"""Part of the names of parameters in a module that torch.compile wraps, which are to be those of the module itself."""
 
 _IN_LOCAL_LAYERS = {
     r"self_attention\.linear_qkv\.layer_norm_": "input_layernorm.",

@@ -71,7 +71,8 @@ def train(sharding: dict, schedule: str, compiled=None) -> Trained:
 
 
 def both(sharding: dict, schedule: str, compiled) -> tuple[Trained, Trained, list[str]]:
-    """As it is; compiled; what was raised where Python cannot raise, and functions that torch.compile gave up."""
+    """Outcomes of the model as it is and compiled; errors that Python passed over, and functions that torch.compile gave
+    up."""
     from torch._dynamo.utils import counters
 
     complaints: list[str] = []
