@@ -71,7 +71,7 @@ def train(sharding: dict, schedule: str, compiled=None) -> Trained:
 
 
 def both(sharding: dict, schedule: str, compiled) -> tuple[Trained, Trained, list[str]]:
-    """Outcomes of the model as it is and compiled; errors that Python passed over, and functions that torch.compile gave
+    """Outcomes of the model as it is and compiled; errors that Python passed over, functions that torch.compile gave
     up."""
     from torch._dynamo.utils import counters
 
