@@ -30,7 +30,7 @@ from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
-from megaaccum.model import fp8, names, router_state
+from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, no_optimizer, optimizer_of
@@ -142,14 +142,8 @@ class Engine:
         self.backend = sharding.build(plan, groups, chunks, inner)
         if self.backend.matrices is not None:
             self.print(self.backend.matrices.summary)
-        low_precision = fp8.build(plan, chunks)
-        self.trained_buffers = dict(names.named_buffers(chunks))
-        """{name in the whole model: tensor} of trained state that is no parameter (expert biases)."""
-        self.buffers = self.trained_buffers | low_precision.tensors
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
-        self.train_steps = kind(
-            plan, groups, chunks, self.backend, forward_step_func, reports=reports, low_precision=low_precision
-        )
+        self.train_steps = kind(plan, groups, chunks, self.backend, forward_step_func, reports=reports)
         self._begin_at_zero(plan)
         self.verified = ""
         """The layout in which this run's step was verified at its start (lab/verification/at_start.py)."""
@@ -182,6 +176,16 @@ class Engine:
     def consumed_samples(self) -> int:
         """Sequences of those steps, over all ranks."""
         return self.train_steps.transaction.consumed_samples
+
+    @property
+    def trained_buffers(self) -> dict[str, torch.Tensor]:
+        """{name in the whole model: tensor} of state that is no parameter, as it is now (expert biases)."""
+        return dict(names.named_buffers(self.chunks))
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The trained buffers and the scales of FP8."""
+        return self.trained_buffers | self.train_steps.fp8.tensors
 
     @property
     def trace(self) -> Trace:

@@ -8,4 +8,5 @@
 | `attention`, `local_norm` | parts of the local layers |
 | `fp8`, `router_state`, `recompute_gradients` | FP8 scales, routers' state, gradients of recomputed layers |
 | `torch_chunk`, `hf_stages` | models that are not Megatron's |
+| `unfit` | what no accumulated step trains, or a backend does not take |
 """

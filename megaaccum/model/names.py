@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -79,10 +80,8 @@ def named_buffers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torc
     """(global name, tensor) of the buffers that training changes (expert biases), the same on all ranks of a stage; in
     a fixed order."""
     for chunk in chunks:
-        saved = chunk.state_dict(keep_vars=True).keys()
-        for name, buffer in chunk.named_buffers():
-            if name in saved:
-                yield global_name(chunk, name), buffer
+        for name, buffer in pytorch.saved_buffers(chunk):
+            yield global_name(chunk, name), buffer
 
 
 def is_tied(param: torch.nn.Parameter) -> bool:

@@ -5,5 +5,6 @@
 | `observer` | all of it for one step |
 | `phases`, `traffic`, `memory` | seconds, bytes between ranks, bytes held |
 | `nonfinite`, `norm_guard` | values that are not finite; norms that are far off |
+| `changing_buffers` | buffers that a forward changes |
 | `noise_scale`, `expert_loads` | the gradient noise scale; tokens of each expert |
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +90,7 @@ class StreamingBackend(DeepSpeedBackend):
         self._in_w: list[list[torch.nn.Parameter]] = []
         for chunk in chunks:
             released_linear.install(chunk)
+            chunk.forward = _explained(chunk.forward)
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
@@ -338,9 +339,9 @@ def units_of(chunk: Any, number: int = 0) -> list[Unit]:
             units.append(Unit(module, params, own, number))
     if left := [name for name, param in chunk.named_parameters() if id(param) not in owned]:
         raise ConfigError(
-            f"sync streaming gathers module by module, and {', '.join(left[:4])} lie beside modules that have"
-            " parameters"
-            " too: put them into a module of their own, or set sync to resident"
+            f"sync streaming gathers a module's parameters as its forward begins, and {', '.join(left[:4])} lie beside"
+            " modules that have parameters too, or in a list: put them into a module of their own, or set sync to"
+            " resident"
         )
     for before, after in itertools.pairwise(units):
         before.after, after.before = after, before
@@ -348,12 +349,32 @@ def units_of(chunk: Any, number: int = 0) -> list[Unit]:
 
 
 def _parts_of(module: torch.nn.Module, whole: set[int]) -> Iterator[torch.nn.Module]:
-    """Modules of `whole`, and outside them those that have no parameters in their children."""
+    """Modules of `whole`, and outside them those that have no parameters in their children; lists of parameters have no
+    forward."""
+    if isinstance(module, torch.nn.ParameterList | torch.nn.ParameterDict):
+        return
     if id(module) in whole or not any(True for child in module.children() for _ in child.parameters()):
         yield module
     else:
         for child in module.children():
             yield from _parts_of(child, whole)
+
+
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A chunk's forward, whose errors say what becomes of a weight that is read outside of its module's forward."""
+
+    def explained(*args: Any, **keys: Any) -> Any:
+        try:
+            return forward(*args, **keys)
+        except (RuntimeError, TypeError, IndexError) as error:
+            error.add_note(
+                "With sync streaming a module's parameters are there while its forward runs. One that is read outside"
+                " of it, as in linear(x, self.embedding.weight), has no elements: call the module, or set sync to"
+                " resident."
+            )
+            raise
+
+    return explained
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:

@@ -14,6 +14,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.model.unfit import module_problems, parameter_problems
 from megaaccum.sharding import DRIVEN, experts
 
 if TYPE_CHECKING:
@@ -134,39 +135,8 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
             )
         if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
             problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
-        problems += batch_statistics(chunk)
-    return problems + _parameter_problems(plan.config.sharding.backend, dict(names.named_parameters(chunks)))
-
-
-def _parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Parameters that a backend's library fails on, or would convert."""
-    if backend not in ("deepspeed", "fsdp2"):
-        return []
-    problems = [
-        f"{name} is a scalar, which {backend} does not take: make it a tensor of shape [1]"
-        for name, param in params.items()
-        if param.dim() == 0
-    ]
-    first = dict[torch.dtype, str]()
-    for name, param in params.items():
-        first.setdefault(param.dtype, name)
-    if len(first) > 1:
-        some = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
-        problems.append(
-            f"{backend} gives all parameters one dtype, but the model has {some}: convert them, or set backend to"
-            " megatron or ddp"
-        )
-    return problems
-
-
-def batch_statistics(chunk: torch.nn.Module) -> list[str]:
-    """An error text for each module that keeps statistics of its batch; accumulation cannot reproduce them."""
-    return [
-        f"{name} ({type(module).__name__}) takes statistics of each micro-batch, which no accumulation makes those of"
-        " the full batch: replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
-        for name, module in chunk.named_modules()
-        if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True)
-    ]
+        problems += module_problems(chunk)
+    return problems + parameter_problems(plan.config.sharding.backend, dict(names.named_parameters(chunks)))
 
 
 def _config_problems(plan: Plan, config: Any) -> list[str]:

@@ -25,6 +25,7 @@ from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, router_state
+from megaaccum.observe.changing_buffers import ChangingBuffers
 from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
@@ -76,8 +77,6 @@ class TrainStep:
     Args:
         forward_step_func: of micro-batches that a call brings without one.
         reports: how each report is reduced (ReportReducer).
-        low_precision: FP8 scales of the chunks, default `fp8.build`.
-        transaction: what moves with each step; default: counters alone, without a learning-rate schedule.
     """
 
     def __init__(
@@ -89,14 +88,14 @@ class TrainStep:
         forward_step_func: ForwardStepFunc | None = None,
         *,
         reports: Mapping[str, str] | None = None,
-        low_precision: fp8.Fp8 | None = None,
-        transaction: Transaction | None = None,
     ):
         self.plan, self.groups, self.chunks, self.backend = plan, groups, chunks, backend
         self.forward_step_func = forward_step_func
-        self.transaction = transaction or Transaction(plan, None)
-        self.fp8 = low_precision or fp8.build(plan, chunks)
+        self.transaction = Transaction(plan, None)
+        """What moves with each step: counters alone, until it is given a learning-rate schedule."""
+        self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
+        self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
         self.before_update: Callable[[], None] | None = None

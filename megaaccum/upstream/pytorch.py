@@ -1,4 +1,4 @@
-"""Private names of torch's autograd and torch.distributed (torch 2.13).
+"""Private names of torch's modules, autograd and torch.distributed (torch 2.13).
 
 Its methods of process groups have no types, and each watched one has arguments of its own: `Any` here.
 """
@@ -37,6 +37,16 @@ def compile_nothing_of(*packages: str) -> None:
     for package in packages if rules is not None else ():
         if not any(path.endswith(f"/{package}/") for path in rules.SKIP_DIRS):
             rules.add(package)
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the buffers in `module.state_dict()`, which itself, under FSDP2, reshards the parameters."""
+    unsaved = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, each in module.named_modules()
+        for name in each._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in unsaved)
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:

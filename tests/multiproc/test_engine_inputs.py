@@ -89,6 +89,20 @@ def with_scalar(rank):
     return chunk
 
 
+def wrapped(rank):
+    import torch
+
+    return torch.nn.parallel.DistributedDataParallel(chunk_of(rank))
+
+
+def with_a_list(rank):
+    import torch
+
+    chunk = chunk_of(rank)
+    chunk.scales = torch.nn.ParameterList([torch.ones(1)])
+    return chunk
+
+
 def half_frozen(rank):
     chunk = chunk_of(rank)
     tied = next(chunk.parameters())
@@ -146,6 +160,8 @@ def wrong_models() -> dict[str, str]:
         "megatron": said(lambda: engine(keys=megatron, optimizer=with_momentum)),
         "batch norm": said(lambda: engine(with_norm)),
         "scalar": said(lambda: engine(with_scalar)),
+        "wrapped": said(lambda: engine(wrapped)),
+        "list": said(lambda: engine(with_a_list, KEYS | dict(sharding=dict(zero_stage=3, sync="streaming")))),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
         "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
         "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True))),
@@ -163,7 +179,9 @@ MODELS = {
     "again": "the model, or a part of it, is another engine's already",
     "megatron": "backend megatron shards the state of Adam or Lion, not of SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
-    "scalar": "stages.0.scale is a scalar, which deepspeed does not take: make it a tensor of shape [1]",
+    "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
+    "wrapped": "the model (DistributedDataParallel) reduces gradients, or cuts parameters, by itself: give the module",
+    "list": "scales.0 lie beside modules that have parameters too, or in a list",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
@@ -230,6 +248,57 @@ def test_parameters_of_unusual_shapes(backend):
     assert {"layer.weight", "layer.bias", "turned"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
+
+
+def with_a_running_mean(folder: str) -> tuple[list[str], float, float, str]:
+    """What is warned of a model whose forward binds a running mean anew; the mean, and what a checkpoint has of it; a
+    weight that is read outside of its module under streaming."""
+    import warnings
+
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, batch):
+            self.mean = 0.9 * self.mean + 0.1 * batch.mean((0, 1))
+            return self.layer(batch - self.mean)
+
+    class Reading(Model):
+        def forward(self, batch):
+            return torch.nn.functional.linear(super().forward(batch), self.layer.weight)
+
+    def made(kind, **sharding):
+        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+        plan = Plan.of(batch=batch, sharding=sharding or dict(backend="ddp"), world_size=1)
+        return initialize(plan, kind(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+
+    engine = made(Model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.train_step(batches())
+    engine.save(folder)
+    loaded = made(Model)
+    loaded.load(folder)
+    means = [float(each.chunks[0].module.mean.norm()) for each in (engine, loaded)]
+    try:
+        made(Reading, zero_stage=3, sync="streaming").train_step(batches())
+    except RuntimeError as error:
+        return [str(each.message) for each in caught], *means, " ".join(error.__notes__)
+    return [str(each.message) for each in caught], *means, "nothing"
+
+
+def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path):
+    ((texts, mean, of_checkpoint, note),) = run_ranks(with_a_running_mean, 1, str(tmp_path))
+    assert [text.startswith("the forward of a micro-batch changes mean: steps depend") for text in texts] == [True]
+    assert of_checkpoint == mean > 0
+    assert "With sync streaming a module's parameters are there while its forward runs" in note
 
 
 class OfTwoDtypes:

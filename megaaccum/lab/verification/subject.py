@@ -14,7 +14,7 @@ from megaaccum.lab.verification.case import Case, UserModel
 from megaaccum.model import gpt, names
 from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.step.chunk_config import batch_statistics
+from megaaccum.model.unfit import module_problems
 from megaaccum.upstream import emerging
 
 DTYPES = names.DTYPES
@@ -228,7 +228,7 @@ class _UserSubject:
 
     def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
         model = self._built(0, 1, plan)
-        if problems := batch_statistics(model):
+        if problems := module_problems(model):
             raise ConfigError(problems)
         return model
 

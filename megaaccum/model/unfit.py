@@ -1,0 +1,80 @@
+"""Modules and parameters that no accumulated step trains, or that a backend's library does not take."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from megaaccum.errors import listed
+
+_DRIVERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+"""Classes that reduce gradients or cut parameters themselves; Megatron's have the names of torch's."""
+
+
+def module_problems(chunk: torch.nn.Module) -> list[str]:
+    """An error text for each module that another library drives, or whose gradient no accumulation makes."""
+    problems = []
+    for name, module in chunk.named_modules():
+        called = f"{name or 'the model'} ({type(module).__name__})"
+        if not _DRIVERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
+            problems.append(
+                f"{called} reduces gradients, or cuts parameters, by itself: give the module that it was made of, and"
+                " set the plan's sharding"
+            )
+        if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True):
+            problems.append(
+                f"{called} takes statistics of each micro-batch, which no accumulation makes those of the full batch:"
+                " replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
+            )
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            if module.sparse:
+                problems.append(f"{called} has sparse gradients, which no backend reduces: build it with sparse=False")
+            if module.max_norm is not None:
+                problems.append(
+                    f"{called} changes its weight in every forward, so that the step depends on how the batch is cut:"
+                    " build it with max_norm=None"
+                )
+    return problems
+
+
+def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Parameters that no backend takes, that this one's library fails on, or would convert."""
+    unfit: dict[str, list[str]] = {}
+    for name, param in params.items():
+        if why := _unfit(backend, param):
+            unfit.setdefault(why, []).append(name)
+    problems = [f"{listed(found)}: {why}" for why, found in unfit.items()]
+    first = dict[torch.dtype, str]()
+    for name, param in params.items():
+        first.setdefault(param.dtype, name)
+    if len(first) > 1 and backend in ("deepspeed", "fsdp2"):
+        some = " and ".join(f"{name} in {_named(dtype)}" for dtype, name in first.items())
+        problems.append(
+            f"{backend} gives all parameters one dtype, but the model has {some}: convert them, or set backend to"
+            " megatron or ddp"
+        )
+    return problems
+
+
+def _unfit(backend: str, param: torch.nn.Parameter) -> str:
+    """Return why a parameter is not taken, or nothing."""
+    if isinstance(param, UninitializedParameter):
+        return "without a shape yet; run a forward, which gives a lazy module its parameters, before initialize"
+    if isinstance(param, DTensor):
+        return "a DTensor; give the model whole, and the plan's layout and sharding cut it"
+    if param.is_meta:
+        return "on the meta device; give the model memory (to_empty) and its initial weights before initialize"
+    if param.numel() == 0:
+        return "without an element; leave it out"
+    if param.requires_grad and not param.is_floating_point():
+        return f"{_named(param.dtype)}; train real numbers, as torch.view_as_real gives them"
+    if param.dtype is torch.float64 and backend in ("deepspeed", "megatron"):
+        return f"float64, which {backend} does not train; convert it to float32, or set backend to fsdp2 or ddp"
+    if param.dim() == 0 and backend in ("deepspeed", "fsdp2"):
+        return f"a scalar, which {backend} does not take; make it a tensor of shape [1]"
+    return ""
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

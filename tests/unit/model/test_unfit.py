@@ -1,0 +1,49 @@
+"""Modules and parameters that no accumulated step trains are named."""
+
+import pytest
+import torch
+
+from megaaccum.model.unfit import module_problems, parameter_problems
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (torch.nn.BatchNorm1d(2), "0 (BatchNorm1d) takes statistics of each micro-batch"),
+        (torch.nn.Embedding(2, 2, sparse=True), "0 (Embedding) has sparse gradients"),
+        (torch.nn.EmbeddingBag(2, 2, max_norm=1.0), "0 (EmbeddingBag) changes its weight in every forward"),
+        (torch.nn.DataParallel(torch.nn.Linear(2, 2)), "0 (DataParallel) reduces gradients, or cuts parameters"),
+    ],
+)
+def test_a_module_that_accumulation_does_not_fit(module, words):
+    (text,) = module_problems(torch.nn.Sequential(module, torch.nn.LayerNorm(2)))
+    assert text.startswith(words)
+
+
+def test_a_model_of_usual_modules_has_no_problem():
+    chunk = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    assert module_problems(chunk) == []
+    for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
+        assert parameter_problems(backend, dict(chunk.named_parameters())) == []
+
+
+def of(*shape: int, **keys) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(shape, **keys))
+
+
+@pytest.mark.parametrize(
+    ("param", "words", "taken_by"),
+    [
+        (torch.nn.LazyLinear(2).weight, "without a shape", ""),
+        (of(2, device="meta"), "on the meta device", ""),
+        (of(0, 2), "without an element", ""),
+        (of(2, dtype=torch.complex64), "complex64", ""),
+        (of(2, dtype=torch.float64), "float64", "fsdp2 ddp"),
+        (of(), "a scalar", "megatron ddp"),
+        (torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), "", "deepspeed fsdp2 megatron ddp"),
+    ],
+)
+def test_a_parameter_that_is_not_taken(param, words, taken_by):
+    for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
+        texts = parameter_problems(backend, {"one": param, "two": param})
+        assert [text.startswith(f"one, two: {words}") for text in texts] == [True] * (backend not in taken_by), backend
