@@ -29,7 +29,15 @@ from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
-from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegaaccumError,
+    RankDisagreement,
+    StepError,
+    listed,
+)
 from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
@@ -41,6 +49,7 @@ from megaaccum.step.result import StepResult
 from megaaccum.step.speculation import SpeculativeTrainStep
 from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
+from megaaccum.upstream import adam
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -139,6 +148,7 @@ class Engine:
         self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
         inner = optimizer_of(plan, chunks, optimizer) if self.trains else no_optimizer(plan)
+        self._unkept = adam.kept_by(inner).others
         self.backend = sharding.build(plan, groups, chunks, inner)
         if self.backend.matrices is not None:
             self.print(self.backend.matrices.summary)
@@ -380,6 +390,7 @@ class Engine:
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
         of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
+        self._check_state_is_kept()
         with self.groups.current():
             return save_load.save(
                 folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
@@ -390,10 +401,19 @@ class Engine:
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
         A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError on every rank, with
         the engine as it was, without its open step."""
+        self._check_state_is_kept()
         with self.groups.current():
             self.train_steps.drop_begun()
             self.train_steps.abandon()
             return resume.first_good(folder, self._load, self.print) is not None
+
+    def _check_state_is_kept(self) -> None:
+        """Raise CheckpointError for an optimizer of a user's own whose state no checkpoint has."""
+        if self._unkept:
+            raise CheckpointError(
+                f"the optimizer keeps {listed(self._unkept)}, and a checkpoint has tensors of a parameter's shape that"
+                " begin at zero: take an optimizer such as torch.optim.AdamW, or save whole_weights alone"
+            )
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)

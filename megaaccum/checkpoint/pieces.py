@@ -180,7 +180,10 @@ class StoredPieces:
                     " program's"
                 )
             self._pieces.setdefault((piece.name, piece.kind), {}).setdefault(piece.cut, []).append(piece)
-        for by_cut in self._pieces.values():
+        self._kinds: dict[str, set[str]] = {}
+        for (name, kind), by_cut in self._pieces.items():
+            if kind != "param":
+                self._kinds.setdefault(name, set()).add(kind)
             for pieces in by_cut.values():
                 pieces.sort(key=_start)
 
@@ -196,8 +199,12 @@ class StoredPieces:
         return {name for name, _ in self._pieces}
 
     def is_trained(self, name: str) -> bool:
-        """Whether the checkpoint holds moments of a parameter."""
-        return any(self.has(name, kind) for kind in ("exp_avg", *_OF_MATRICES))
+        """Whether the checkpoint holds state of the optimizer for a parameter."""
+        return bool(self._kinds.get(name))
+
+    def stepped_by(self, name: str) -> set[str]:
+        """Kinds of a parameter's tensors that tell which optimizer stepped it."""
+        return {kind for kind in self._kinds.get(name, ()) if kind in _OF_MATRICES or not kind.startswith("soap_")}
 
     def has(self, name: str, kind: str) -> bool:
         """Whether the checkpoint holds this tensor of a parameter."""
@@ -276,8 +283,7 @@ def check_fit(
             wrong.append(f"{current} has no {name}")
         elif there != here:
             wrong.append(f"{name} is {as_product(there)} in {current}, but {as_product(here)} in the model")
-        elif stored.is_trained(name) != state.param.requires_grad and not only_weights:
-            words = ("trained", "frozen") if stored.is_trained(name) else ("frozen", "trained")
+        elif not only_weights and (words := _trained_or_frozen(stored, state, backend.matrices)):
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
         elif not only_weights and (differs := _differs(stored, state, backend.matrices, new_momenta)):
             wrong.append(
@@ -290,12 +296,25 @@ def check_fit(
         raise CheckpointError(listed(wrong, "; "))
 
 
+def _kinds(state: StatePiece, matrices: MatrixUpdates | None) -> set[str]:
+    """Kinds that tell which optimizer steps a parameter here; none if it is frozen, or if nothing is kept (SGD)."""
+    is_matrix = matrices is not None and names.is_matrix(state.param) and state.param.requires_grad
+    return {matrices.kind} if matrices is not None and is_matrix else set(state.tensors.keys() - {"param"})
+
+
+def _trained_or_frozen(
+    stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None
+) -> tuple[str, str] | None:
+    """Whether a parameter is trained or frozen in the checkpoint, and here, if these differ."""
+    if stored.is_trained(state.name):
+        return None if state.param.requires_grad else ("trained", "frozen")
+    return ("frozen", "trained") if _kinds(state, matrices) else None
+
+
 def _differs(stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None, new_momenta: bool) -> str:
     """The tensors of another optimizer that the checkpoint has of a trained parameter, as words; empty if they are this
     one's, or if there are none."""
-    is_matrix = matrices is not None and names.is_matrix(state.param)
-    own = {matrices.kind} if matrices is not None and is_matrix else state.tensors.keys() - {"param"}
-    there = {kind for kind in (*_OF_MATRICES, "exp_avg", "exp_avg_sq") if stored.has(state.name, kind)}
-    if not there or there == own or (new_momenta and is_matrix):
+    own, there = _kinds(state, matrices), stored.stepped_by(state.name)
+    if not there or there == own or (new_momenta and matrices is not None and names.is_matrix(state.param)):
         return ""
-    return f"{' and '.join(sorted(there))}, not {' and '.join(sorted(own))},"
+    return f"{' and '.join(sorted(there))}, not {' and '.join(sorted(own)) or 'nothing'},"

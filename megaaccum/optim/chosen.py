@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaaccum.distributed.agreement import raise_on_all_ranks
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
 from megaaccum.optim import adamw
+from megaaccum.upstream import adam
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -50,7 +51,39 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError(
             "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
         )
-    return factory(raise_on_all_ranks(_trained, chunks))
+    optimizer = factory(raise_on_all_ranks(_trained, chunks))
+    raise_on_all_ranks(_check_own, optimizer, plan.config.sharding.backend, chunks)
+    return optimizer
+
+
+def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torch.nn.Module]) -> None:
+    """Raise ConfigError for an optimizer that a backend cannot drive, or would drive to other weights."""
+    name = type(optimizer).__name__
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [name for name, param in names.named_parameters(chunks) if param.requires_grad and id(param) not in held]
+    if left and backend in ("deepspeed", "megatron"):
+        raise ConfigError(
+            f"the optimizer has no {listed(left)}, and backend {backend} reduces the gradients of its parameters alone:"
+            " set requires_grad of those to False, or give them a group"
+        )
+    if isinstance(optimizer, torch.optim.Adagrad) and backend == "deepspeed":
+        raise ConfigError("deepspeed builds Adagrad anew, without its groups: set backend to fsdp2 or ddp")
+    if type(optimizer).__module__.startswith("deepspeed.") and backend == "fsdp2":
+        raise ConfigError(f"{name} reads plain memory, and fsdp2's parameters are DTensors: use torch.optim.AdamW")
+    try:
+        kept = adam.look_at(optimizer)
+    except Exception as error:
+        if "Adam" in name:  # of a library, for tensors on another device
+            return
+        raise ConfigError(
+            f"optimizer {name} cannot step a parameter of its own ({type(error).__name__}: {error}): step() is called"
+            " without a closure"
+        ) from error
+    if not kept.cuts and backend != "ddp":
+        raise ConfigError(
+            f"optimizer {name} steps a parameter as a whole, and backend {backend} gives it pieces: set backend to ddp,"
+            " or the plan's optimizer to muon or soap, whose matrices are whole on their owners"
+        )
 
 
 def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -42,10 +42,12 @@ class MegatronBackend(AccumulatingBackend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         is_lion = emerging.is_lion(optimizer)
-        if not is_lion and not isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer):
+        has_moments = set(adam.kept_by(optimizer).tensors) == {"exp_avg", "exp_avg_sq"}  # amsgrad has a third
+        is_adam = has_moments and isinstance(optimizer, Adam | torch.optim.AdamW | HybridDeviceOptimizer)
+        if not is_lion and not is_adam:
             raise ConfigError(
-                f"backend megatron shards the state of Adam or Lion, not of {type(optimizer).__name__}: use"
-                " torch.optim.AdamW, or set backend to deepspeed, fsdp2 or ddp"
+                f"backend megatron shards the two moments of Adam, or Lion's, not the state of this"
+                f" {type(optimizer).__name__}: use torch.optim.AdamW, or set backend to deepspeed, fsdp2 or ddp"
             )
         super().__init__(plan, groups, chunks)
         sharding = plan.config.sharding

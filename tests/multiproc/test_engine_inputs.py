@@ -177,7 +177,7 @@ def wrong_models() -> dict[str, str]:
 
 MODELS = {
     "again": "the model, or a part of it, is another engine's already",
-    "megatron": "backend megatron shards the state of Adam or Lion, not of SGD",
+    "megatron": "backend megatron shards the two moments of Adam, or Lion's, not the state of this SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
     "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
     "wrapped": "the model (DistributedDataParallel) reduces gradients, or cuts parameters, by itself: give the module",

@@ -1,0 +1,131 @@
+"""Optimizers of a user's own, through a checkpoint into another backend, beside torch in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaaccum.lab.verification.testing import run_ranks
+
+MADE = {
+    "sgd": lambda torch: lambda params: torch.optim.SGD(params, lr=0.1),
+    "nesterov": lambda torch: lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda torch: lambda params: torch.optim.RMSprop(params, lr=1e-2, eps=1e-2, centered=True),
+    "amsgrad": lambda torch: lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-2, amsgrad=True),
+    "adafactor": lambda torch: lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "lbfgs": lambda torch: torch.optim.LBFGS,
+    "nadam": lambda torch: torch.optim.NAdam,
+    "matrices": lambda torch: lambda params: torch.optim.AdamW([each for each in params if each.dim() > 1]),
+    "adagrad": lambda torch: torch.optim.Adagrad,
+    "cpu adam": lambda torch: __import__("deepspeed").ops.adam.DeepSpeedCPUAdam,
+}
+BACKENDS = [
+    dict(zero_stage=1),
+    dict(zero_stage=3),
+    dict(zero_stage=3, sync="streaming"),
+    dict(backend="fsdp2"),
+    dict(backend="ddp"),
+]
+
+
+def model():
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def forward_step(data_iterator, chunk):
+    output = chunk(next(data_iterator))
+    return output, lambda out: (out.square().sum(), out.new_tensor(float(len(out))), {})
+
+
+def batches(step: int) -> list:
+    import torch
+
+    return list(torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(step)))
+
+
+def made(name: str, sharding: dict):
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
+    return initialize(plan, model(), forward_step_func=forward_step, optimizer=MADE[name](torch))
+
+
+def of_one_process(name: str) -> dict:
+    import torch
+
+    whole = model()
+    optimizer = MADE[name](torch)(list(whole.parameters()))
+    for step in range(4):
+        optimizer.zero_grad()
+        data = torch.cat(batches(step))
+        (whole(data).square().sum() / len(data)).backward()
+        optimizer.step()
+    return {name: each.detach() for name, each in whole.named_parameters()}
+
+
+def distances(name: str, folder: str) -> dict[str, float]:
+    """How far weights are from those of one process after two steps, a save, a load into the next backend and two
+    more, by backend of the save."""
+    import torch
+
+    true, found = of_one_process(name), {}
+    for number, sharding in enumerate(BACKENDS):
+        engine, place = made(name, sharding), f"{folder}/{number}"
+        for step in range(4):
+            if step == 2:
+                engine.save(place)
+                engine = made(name, BACKENDS[number - 1])
+                assert engine.load(place)
+            engine.train_step(batches(step)[torch.distributed.get_rank() :: 2])
+        weights = dict(engine.whole_weights())
+        found[str(sharding)] = max(float((weights[name] - true[name]).abs().max()) for name in true)
+    return found
+
+
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "rmsprop", "amsgrad"])
+def test_an_optimizer_through_a_checkpoint(name, tmp_path):
+    for found in run_ranks(distances, 2, name, str(tmp_path), timeout=90):
+        assert len(found) == len(BACKENDS) and max(found.values()) < 1e-6, found
+
+
+REFUSED = {
+    ("adafactor", "fsdp2"): "Adafactor steps a parameter as a whole, and backend fsdp2 gives it pieces",
+    ("adafactor", "deepspeed"): "Adafactor steps a parameter as a whole, and backend deepspeed gives it pieces",
+    ("lbfgs", "ddp"): "optimizer LBFGS cannot step a parameter of its own",
+    ("matrices", "deepspeed"): "the optimizer has no 0.bias, 2.bias, and backend deepspeed reduces the gradients",
+    ("adagrad", "deepspeed"): "deepspeed builds Adagrad anew, without its groups",
+    ("cpu adam", "fsdp2"): "DeepSpeedCPUAdam reads plain memory",
+    ("amsgrad", "megatron"): "not the state of this AdamW",
+    ("nadam", "ddp"): "the optimizer keeps mu_product, and a checkpoint has",
+    ("sgd", "into amsgrad"): "0.weight is frozen in",
+    ("amsgrad", "into sgd"): "has exp_avg and exp_avg_sq and max_exp_avg_sq, not nothing, in",
+}
+
+
+def refusals(folder: str) -> dict:
+    from megaaccum.errors import MegaaccumError
+
+    said = {}
+    for name, backend in REFUSED:
+        place = f"{folder}/{name}-{backend}"
+        try:
+            into = backend.removeprefix("into ")
+            engine = made(name, dict(backend="ddp" if into != backend else backend))
+            engine.save(place)
+            if into != backend:
+                made(into, dict(backend="ddp")).load(place)
+            said[name, backend] = "nothing"
+        except MegaaccumError as error:
+            said[name, backend] = str(error)
+    return said
+
+
+def test_optimizers_that_are_refused(tmp_path):
+    for said in run_ranks(refusals, 2, str(tmp_path), timeout=90):
+        for case, words in REFUSED.items():
+            assert words in said[case], (case, said[case])
