@@ -19,8 +19,8 @@ def module_problems(chunk: torch.nn.Module) -> list[str]:
         called = f"{name or 'the model'} ({type(module).__name__})"
         if not _DRIVERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             problems.append(
-                f"{called} reduces gradients, or cuts parameters, by itself: give the module that it was made of, and"
-                " set the plan's sharding"
+                f"{called} reduces gradients or cuts parameters already: give the module that it was made of, and set"
+                " the plan's sharding"
             )
         if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True):
             problems.append(

@@ -67,7 +67,7 @@ def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torc
             " set requires_grad of those to False, or give them a group"
         )
     if isinstance(optimizer, torch.optim.Adagrad) and backend == "deepspeed":
-        raise ConfigError("deepspeed builds Adagrad anew, without its groups: set backend to fsdp2 or ddp")
+        raise ConfigError("deepspeed builds Adagrad again, without its groups: set backend to fsdp2 or ddp")
     if type(optimizer).__module__.startswith("deepspeed.") and backend == "fsdp2":
         raise ConfigError(f"{name} reads plain memory, and fsdp2's parameters are DTensors: use torch.optim.AdamW")
     try:

@@ -92,7 +92,7 @@ class TrainStep:
         self.plan, self.groups, self.chunks, self.backend = plan, groups, chunks, backend
         self.forward_step_func = forward_step_func
         self.transaction = Transaction(plan, None)
-        """What moves with each step: counters alone, until it is given a learning-rate schedule."""
+        """Moves with each step: counters alone, until it is given a learning-rate schedule."""
         self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)

@@ -180,7 +180,7 @@ MODELS = {
     "megatron": "backend megatron shards the two moments of Adam, or Lion's, not the state of this SGD",
     "batch norm": "norm (BatchNorm1d) takes statistics of each micro-batch",
     "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
-    "wrapped": "the model (DistributedDataParallel) reduces gradients, or cuts parameters, by itself: give the module",
+    "wrapped": "the model (DistributedDataParallel) reduces gradients or cuts parameters already: give the module",
     "list": "scales.0 lie beside modules that have parameters too, or in a list",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
@@ -251,7 +251,7 @@ def test_parameters_of_unusual_shapes(backend):
 
 
 def with_a_running_mean(folder: str) -> tuple[list[str], float, float, str]:
-    """What is warned of a model whose forward binds a running mean anew; the mean, and what a checkpoint has of it; a
+    """Warnings of a model whose forward binds another running mean; that mean, and what a checkpoint has of it; a
     weight that is read outside of its module under streaming."""
     import warnings
 

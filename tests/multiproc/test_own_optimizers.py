@@ -98,7 +98,7 @@ REFUSED = {
     ("adafactor", "deepspeed"): "Adafactor steps a parameter as a whole, and backend deepspeed gives it pieces",
     ("lbfgs", "ddp"): "optimizer LBFGS cannot step a parameter of its own",
     ("matrices", "deepspeed"): "the optimizer has no 0.bias, 2.bias, and backend deepspeed reduces the gradients",
-    ("adagrad", "deepspeed"): "deepspeed builds Adagrad anew, without its groups",
+    ("adagrad", "deepspeed"): "deepspeed builds Adagrad again, without its groups",
     ("cpu adam", "fsdp2"): "DeepSpeedCPUAdam reads plain memory",
     ("amsgrad", "megatron"): "not the state of this AdamW",
     ("nadam", "ddp"): "the optimizer keeps mu_product, and a checkpoint has",

@@ -1,4 +1,4 @@
-"""What optimizers of a user's own are found to keep."""
+"""The state that optimizers of a user's own are found to keep."""
 
 import pytest
 import torch
