@@ -444,12 +444,14 @@ def test_loss_functions_that_give_something_else():
 
 
 def dying(*args, **keys):
-    """An optimizer whose update fails."""
+    """An optimizer whose update of the model fails."""
     import torch
 
     class Dying(torch.optim.AdamW):
         def step(self, closure=None):
-            raise RuntimeError("a kernel died")
+            if any(param.numel() > 6 for group in self.param_groups for param in group["params"]):
+                raise RuntimeError("a kernel died")
+            super().step()
 
     return Dying(*args, **keys)
 

@@ -174,7 +174,7 @@ def the_loss_scale_reset(run: Run) -> Any:
 
 
 def histories_lost(run: Run) -> Any:
-    return patch.object(run.engine, "buffers", {})
+    return patch.object(type(run.engine), "buffers", {})
 
 
 def a_frozen_parameter_thawed(run: Run) -> Any:
@@ -182,7 +182,7 @@ def a_frozen_parameter_thawed(run: Run) -> Any:
 
 
 def buffers_lost(run: Run) -> Any:
-    return patch.object(run.engine, "buffers", {})
+    return patch.object(type(run.engine), "buffers", {})
 
 
 def names_of_another_pp(run: Run) -> Any:
