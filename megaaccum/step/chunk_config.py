@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.distributed.agreement import gathered
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
@@ -79,6 +80,30 @@ def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None
         raise ConfigError(
             f"the {trained} stage trains its copy of the tied embedding and the {frozen} does not: set requires_grad of"
             " both alike, or share_embeddings_and_output_weights=False"
+        )
+
+
+def check_stages(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError where two stages have a parameter of one name, which a checkpoint and `whole_weights` would
+    hold once, or send each other different dtypes. Collective over the pipeline."""
+    named = [
+        (groups.stage(number), name)
+        for number, chunk in enumerate(chunks)
+        for name, param in names.named_parameters([chunk])
+        if not names.is_tied(param)
+    ]
+    sent = str(getattr(chunks[0].config, "pipeline_dtype", None)).removeprefix("torch.")
+    everyone = gathered((named, sent), groups.pp)
+    count = Counter(name for stage_names, _ in everyone for _, name in set(stage_names))
+    if twice := sorted(name for name, stages in count.items() if stages > 1):
+        raise ConfigError(
+            f"several stages have a parameter {listed(twice)}: give each chunk a name_in_model such as 'stages.3.', or"
+            " the layers in its ModuleList `layers` a layer_number, from 1 over the whole model"
+        )
+    if len(dtypes := dict.fromkeys(sent for _, sent in everyone)) > 1:
+        raise ConfigError(
+            f"stages of the pipeline send {' and '.join(dtypes)}: build their parameters in one dtype, or give their"
+            " config one pipeline_dtype"
         )
 
 

@@ -103,6 +103,20 @@ def with_a_list(rank):
     return chunk
 
 
+def of_no_stage(rank):
+    chunk = chunk_of(rank)
+    del chunk.name_in_model
+    return chunk
+
+
+def of_two_dtypes(rank):
+    import torch
+
+    chunk = chunk_of(rank).to(torch.float32 if rank == 0 else torch.bfloat16)
+    chunk.config.pipeline_dtype = None
+    return chunk
+
+
 def half_frozen(rank):
     chunk = chunk_of(rank)
     tied = next(chunk.parameters())
@@ -162,6 +176,8 @@ def wrong_models() -> dict[str, str]:
         "scalar": said(lambda: engine(with_scalar)),
         "wrapped": said(lambda: engine(wrapped)),
         "list": said(lambda: engine(with_a_list, KEYS | dict(sharding=dict(zero_stage=3, sync="streaming")))),
+        "names": said(lambda: engine(of_no_stage)),
+        "dtypes": said(lambda: engine(of_two_dtypes)),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
         "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
         "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True))),
@@ -182,6 +198,8 @@ MODELS = {
     "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
     "wrapped": "the model (DistributedDataParallel) reduces gradients or cuts parameters already: give the module",
     "list": "scales.0 lie beside modules that have parameters too, or in a list",
+    "names": "several stages have a parameter weight.bias, weight.weight: give each chunk a name_in_model such as",
+    "dtypes": "stages of the pipeline send float32 and bfloat16: build their parameters in one dtype",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
