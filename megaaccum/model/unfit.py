@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from megaaccum.errors import listed
+from megaaccum.upstream import pytorch
 
 _DRIVERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 """Classes that reduce gradients or cut parameters themselves; Megatron's have the names of torch's."""
@@ -71,6 +72,8 @@ def _unfit(backend: str, param: torch.nn.Parameter) -> str:
         return f"{_named(param.dtype)}; train real numbers, as torch.view_as_real gives them"
     if param.dtype is torch.float64 and backend in ("deepspeed", "megatron"):
         return f"float64, which {backend} does not train; convert it to float32, or set backend to fsdp2 or ddp"
+    if backend == "fsdp2" and pytorch.has_hooks(param):
+        return "with a hook, which fsdp2 loses, whose parameters are others; set backend to deepspeed, megatron or ddp"
     if param.dim() == 0 and backend in ("deepspeed", "fsdp2"):
         return f"a scalar, which {backend} does not take; make it a tensor of shape [1]"
     return ""

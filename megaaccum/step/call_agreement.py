@@ -107,7 +107,7 @@ def on_call(
         tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
-        problem=problem,
+        problem=problem or steps.thawed(),
         add=add,
         **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
         **{"calls since the last optim_step": calls},

@@ -22,9 +22,9 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.sums import sums_over_ranks
-from megaaccum.errors import ConfigError, MegaaccumError, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, StepError, listed
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
-from megaaccum.model import fp8, router_state
+from megaaccum.model import fp8, names, router_state
 from megaaccum.observe.changing_buffers import ChangingBuffers
 from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
@@ -95,6 +95,7 @@ class TrainStep:
         """Moves with each step: counters alone, until it is given a learning-rate schedule."""
         self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
+        self._trained = {name: (param, param.requires_grad) for name, param in names.named_parameters(chunks)}
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
@@ -119,6 +120,17 @@ class TrainStep:
         self.noise_scale = NoiseScale(chunks, window) if window else None
         self.last_weight = 0.0
         """N of the last step by its sequences, 0 before one has ended."""
+
+    def thawed(self) -> StepError | None:
+        """An error if a parameter is trained now that was frozen when the optimizer was built, or frozen that was
+        trained."""
+        changed = [name for name, (param, trained) in self._trained.items() if param.requires_grad != trained]
+        if not changed:
+            return None
+        return StepError(
+            f"requires_grad of {listed(changed)} has changed since initialize, which built the optimizer and the"
+            " reductions for what it was: set it back, or initialize another engine on a new model"
+        )
 
     @property
     def batch(self) -> BatchPlan:
@@ -433,14 +445,15 @@ class TrainStep:
         self.backend.gather()
         before = self.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
         self.fp8.begin_attempt()
+        training = [module for chunk in self.chunks for module in chunk.modules() if module.training]
         for chunk in self.chunks:
             chunk.eval()
         evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(self.plan, self.groups, len(batch))))
         evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
         with torch.no_grad():
             self.flush(evaluation, batch, reduce=True, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
+        for module in training:  # a part that is frozen may be evaluated in training too
+            module.training = True
         self.fp8.restore(before)
         return evaluation.tally
 

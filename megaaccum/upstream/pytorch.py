@@ -173,6 +173,11 @@ def num_hooks(tensor: torch.Tensor) -> int:
     return len(hooks or ())
 
 
+def has_hooks(param: torch.nn.Parameter) -> bool:
+    """Whether hooks look at the gradient of `param`, or at its sum."""
+    return num_hooks(param) > 0 or bool(param._post_accumulate_grad_hooks)
+
+
 def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> OnGradient:
     """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
     return OnGradient(param, call)

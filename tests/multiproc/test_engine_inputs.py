@@ -504,6 +504,13 @@ def wrong_calls() -> dict[str, str]:
     keys = dict(forward_step_func=lambda data, model: model(next(data)).sum(), optimizer=torch.optim.AdamW)
     with pytest.raises(TypeError, match=r"has to return \(output, loss_func\), but returned Tensor"):
         initialize(plan, torch.nn.Linear(8, 8), groups=build_groups(plan), **keys).train_step(batches())
+    made = engine()
+    layer = made.chunks[0].weight.eval()  # as a frozen part is held
+    made.evaluate(batches())
+    assert made.chunks[0].training and not layer.training
+    for trained in (False, True):
+        layer.bias.requires_grad_(trained)
+        seen[f"bias trained: {trained}"] = said(lambda made=made: made.train_step(batches()))
     made = engine(optimizer=dying)
     with pytest.raises(RuntimeError, match="a kernel died"):
         made.train_step(batches())
@@ -521,6 +528,8 @@ CALLS = {
     "no function": "no forward_step_func: give one to initialize, or with the call",
     "an iterator's step": "train_step takes a list of micro-batches, but a list_iterator was given",
     "a dict's step": "train_step takes a list of micro-batches, but a dict was given",
+    "bias trained: False": "requires_grad of stages.",
+    "bias trained: True": "",
     "after": "the engine failed before (RuntimeError: a kernel died) and cannot continue",
 }
 
@@ -528,7 +537,7 @@ CALLS = {
 def test_calls_that_ranks_do_not_make_alike():
     by_rank = run_ranks(wrong_calls, 2, timeout=60)
     for case, words in CALLS.items():
-        assert all(words in seen[case] for seen in by_rank), (case, [seen[case] for seen in by_rank])
+        assert all(words in seen[case] if words else seen[case] == "" for seen in by_rank), (case, [seen[case] for seen in by_rank])
 
 
 @pytest.mark.parametrize(

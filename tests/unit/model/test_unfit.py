@@ -27,6 +27,12 @@ def test_a_model_of_usual_modules_has_no_problem():
         assert parameter_problems(backend, dict(chunk.named_parameters())) == []
 
 
+def hooked() -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.ones(2))
+    param.register_post_accumulate_grad_hook(print)
+    return param
+
+
 def of(*shape: int, **keys) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(shape, **keys))
 
@@ -40,6 +46,7 @@ def of(*shape: int, **keys) -> torch.nn.Parameter:
         (of(2, dtype=torch.complex64), "complex64", ""),
         (of(2, dtype=torch.float64), "float64", "fsdp2 ddp"),
         (of(), "a scalar", "megatron ddp"),
+        (hooked(), "with a hook", "deepspeed megatron ddp"),
         (torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), "", "deepspeed fsdp2 megatron ddp"),
     ],
 )
