@@ -109,6 +109,7 @@ class Stage(torch.nn.Module):
         self.decoder = SimpleNamespace(layers=[])  # Megatron-core asks for one in every pass
         self.received: torch.Tensor | None = None
         self.vp_stage: int | None = None
+        self.name_in_model = ""
 
     def weight_grad(self) -> torch.Tensor:
         self.processor.run(self.seconds[2], None, self._zero.clone)
@@ -197,6 +198,8 @@ def engine(setup: Setup, *, speculative_step: bool) -> Engine:
     )  # fmt: skip
     processor = PROCESSORS[setup.stages]()
     chunks = [Stage(seconds, processor) for seconds in setup.chunk_seconds(dist.get_rank())]
+    for chunk, stage in zip(chunks, plan.layout.stages(dist.get_rank()), strict=True):
+        chunk.name_in_model = f"stages.{stage}."
     built = initialize(plan, chunks, forward_step_func=_Step(), optimizer=torch.optim.AdamW)
     reduce = built.backend.finish_reduction
 

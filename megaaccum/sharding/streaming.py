@@ -154,7 +154,10 @@ class StreamingBackend(DeepSpeedBackend):
     # --- a unit's forward and backward ---
 
     def _before_forward(self, unit: Unit) -> None:
-        self._end_backward()
+        if self._recomputes_itself(unit):
+            return
+        if not (pytorch.in_backward() and self._awaits_gradients()):
+            self._end_backward()
         if pytorch.in_backward():  # activation recompute
             self._drop_recomputed()
             self._acquire(unit, unit.before)
@@ -163,6 +166,8 @@ class StreamingBackend(DeepSpeedBackend):
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute)."""
+        if self._recomputes_itself(unit):
+            return
         tensor = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and tensor.requires_grad:
             microbatch = self.sums.microbatch
@@ -172,6 +177,17 @@ class StreamingBackend(DeepSpeedBackend):
             self._recomputed = unit
         else:
             self._release(unit)
+
+    def _recomputes_itself(self, unit: Unit) -> bool:
+        """Whether the unit's backward has begun, and runs its forward again (torch's checkpoint without reentry, which
+        may also end a forward early): it is whole, and stays so until its backward ends."""
+        return unit is self._in_backward and pytorch.in_backward()
+
+    def _awaits_gradients(self) -> bool:
+        """Whether none has come of the unit whose backward runs: such a checkpoint over several units recomputes the
+        first of them inside the backward of the last."""
+        unit = self._in_backward
+        return unit is not None and unit.arrived == 0 and any(not wgrad.is_put_off(param) for param in unit.own)
 
     def before_unit_backward(self, unit: Unit, microbatch: int) -> None:
         """Gather the unit for its backward, and end the backward of the one before."""

@@ -537,7 +537,10 @@ CALLS = {
 def test_calls_that_ranks_do_not_make_alike():
     by_rank = run_ranks(wrong_calls, 2, timeout=60)
     for case, words in CALLS.items():
-        assert all(words in seen[case] if words else seen[case] == "" for seen in by_rank), (case, [seen[case] for seen in by_rank])
+        assert all(words in seen[case] if words else seen[case] == "" for seen in by_rank), (
+            case,
+            [seen[case] for seen in by_rank],
+        )
 
 
 @pytest.mark.parametrize(

@@ -289,3 +289,66 @@ def whole_when_the_engine_is_made(case: Case) -> int:
 def test_a_stage_that_streams_is_cut_before_deepspeed_would_bring_it_to_the_device_whole():
     assert run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3 streaming"]) == [0] * 4
     assert all(run_ranks(whole_when_the_engine_is_made, 4, CASES["zero-3"]))
+
+
+def checkpointed(reentrant: bool, span: str) -> tuple[float, int]:
+    """How far weights are from those of one process after two steps of SGD with units recomputed in the backward, each
+    for itself or several together; bytes of whole parameters that are left."""
+    import copy
+
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+            self.norm, self.head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+
+        def through(self, x, layers):
+            for layer in layers:
+                again = span == "layer" and torch.is_grad_enabled()
+                x = x + torch.tanh(checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x))
+            return x
+
+        def forward(self, x):
+            first, *rest = self.layers
+            x = self.through(x, [first])
+            x = checkpoint(self.through, x, rest, use_reentrant=reentrant) if span == "two" else self.through(x, rest)
+            return self.head(self.norm(x))
+
+    def forward_step(data_iterator, chunk):
+        batch = next(data_iterator).requires_grad_()  # as torch asks of what goes into a checkpoint with reentry
+        output = checkpoint(chunk, batch, use_reentrant=reentrant) if span == "chunk" else chunk(batch)
+        return output, lambda out: (out.square().sum(), out.new_tensor(float(len(out))), {})
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=3)
+    sharding = dict(zero_stage=3, sync="streaming", max_live_parameters=0)
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
+    model = Model()
+    true = copy.deepcopy(model)
+    optimizer = sgd(true.parameters())
+    engine = initialize(plan, model, forward_step_func=forward_step, optimizer=sgd)
+    for step in range(2):
+        data = list(torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(step)))
+        engine.train_step([each.clone() for each in data[torch.distributed.get_rank() :: 2]])
+        optimizer.zero_grad()
+        (true(torch.cat(data).requires_grad_()).square().sum() / 24).backward()
+        optimizer.step()
+    left = sum(param.numel() for param in model.parameters())
+    wanted = dict(true.named_parameters())
+    return max(float((each - wanted[name]).abs().max()) for name, each in engine.whole_weights()), left
+
+
+@pytest.mark.parametrize("span", ["layer", "two", "chunk"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_streaming_under_torch_checkpoint(reentrant, span):
+    for distance, left in run_ranks(checkpointed, 2, reentrant, span):
+        assert distance < 1e-6
+        assert left == 0, "a recomputed unit has to be released"
