@@ -7,6 +7,7 @@ DeepSpeed replaces `torch.nn.functional.linear` in the whole process for this re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,29 @@ from torch.nn import functional
 
 
 def install(chunk: torch.nn.Module) -> None:
-    """Let every torch.nn.Linear of `chunk` save its weight itself, which is empty while it is released."""
+    """Let every torch.nn.Linear of `chunk` save its weight itself, which is empty while it is released, and let errors
+    of its forward say so."""
     for module in chunk.modules():
         if type(module).forward is torch.nn.Linear.forward:
             module.forward = partial(_forward, module)
+    chunk.forward = _explained(chunk.forward)
+
+
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A chunk's forward, whose errors say what becomes of a weight that is read outside of its module's forward."""
+
+    def explained(*args: Any, **keys: Any) -> Any:
+        try:
+            return forward(*args, **keys)
+        except (RuntimeError, TypeError, IndexError) as error:
+            error.add_note(
+                "With sync streaming a module's parameters are there while its forward runs. One that is read outside"
+                " of it, as in linear(x, self.embedding.weight), has no elements: call the module, or set sync to"
+                " resident."
+            )
+            raise
+
+    return explained
 
 
 def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:

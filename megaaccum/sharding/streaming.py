@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +90,6 @@ class StreamingBackend(DeepSpeedBackend):
         self._in_w: list[list[torch.nn.Parameter]] = []
         for chunk in chunks:
             released_linear.install(chunk)
-            chunk.forward = _explained(chunk.forward)
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_forward(unit, out))
@@ -374,23 +373,6 @@ def _parts_of(module: torch.nn.Module, whole: set[int]) -> Iterator[torch.nn.Mod
     else:
         for child in module.children():
             yield from _parts_of(child, whole)
-
-
-def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A chunk's forward, whose errors say what becomes of a weight that is read outside of its module's forward."""
-
-    def explained(*args: Any, **keys: Any) -> Any:
-        try:
-            return forward(*args, **keys)
-        except (RuntimeError, TypeError, IndexError) as error:
-            error.add_note(
-                "With sync streaming a module's parameters are there while its forward runs. One that is read outside"
-                " of it, as in linear(x, self.embedding.weight), has no elements: call the module, or set sync to"
-                " resident."
-            )
-            raise
-
-    return explained
 
 
 def _bytes(params: list[torch.nn.Parameter]) -> int:
