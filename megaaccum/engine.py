@@ -100,7 +100,8 @@ def initialize(
     with built.current():
         raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
         raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
-        raise_on_all_ranks(chunk_config.check_stages, built, chunks)
+        if plan.layout.pp > 1:
+            raise_on_all_ranks(chunk_config.check_stages, built, chunks)
         experts.check_same_on_ranks(built, chunks)
         by_pattern.freeze(plan, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)

@@ -198,10 +198,6 @@ class StoredPieces:
         """Names of all parameters."""
         return {name for name, _ in self._pieces}
 
-    def is_trained(self, name: str) -> bool:
-        """Whether the checkpoint holds state of the optimizer for a parameter."""
-        return bool(self._kinds.get(name))
-
     def stepped_by(self, name: str) -> set[str]:
         """Kinds of a parameter's tensors that tell which optimizer stepped it."""
         return {kind for kind in self._kinds.get(name, ()) if kind in _OF_MATRICES or not kind.startswith("soap_")}
@@ -283,7 +279,7 @@ def check_fit(
             wrong.append(f"{current} has no {name}")
         elif there != here:
             wrong.append(f"{name} is {as_product(there)} in {current}, but {as_product(here)} in the model")
-        elif not only_weights and (words := _trained_or_frozen(stored, state, backend.matrices)):
+        elif not only_weights and (words := _frozen_or_not(stored, state, backend.matrices)):
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
         elif not only_weights and (differs := _differs(stored, state, backend.matrices, new_momenta)):
             wrong.append(
@@ -302,11 +298,9 @@ def _kinds(state: StatePiece, matrices: MatrixUpdates | None) -> set[str]:
     return {matrices.kind} if matrices is not None and is_matrix else set(state.tensors.keys() - {"param"})
 
 
-def _trained_or_frozen(
-    stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None
-) -> tuple[str, str] | None:
+def _frozen_or_not(stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None) -> tuple[str, str] | None:
     """Whether a parameter is trained or frozen in the checkpoint, and here, if these differ."""
-    if stored.is_trained(state.name):
+    if stored.stepped_by(state.name):
         return None if state.param.requires_grad else ("trained", "frozen")
     return ("frozen", "trained") if _kinds(state, matrices) else None
 

@@ -60,7 +60,7 @@ def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torc
     """Raise ConfigError for an optimizer that a backend cannot drive, or would drive to other weights."""
     name = type(optimizer).__name__
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    left = [name for name, param in names.named_parameters(chunks) if param.requires_grad and id(param) not in held]
+    left = [at for at, param in names.named_parameters(chunks) if param.requires_grad and id(param) not in held]
     if left and backend in ("deepspeed", "megatron"):
         raise ConfigError(
             f"the optimizer has no {listed(left)}, and backend {backend} reduces the gradients of its parameters alone:"

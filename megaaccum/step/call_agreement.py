@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import Agreed, check_agreement
-from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
@@ -107,11 +107,23 @@ def on_call(
         tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
-        problem=problem or steps.thawed(),
+        problem=problem or _thawed(steps),
         add=add,
         **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
         **{"calls since the last optim_step": calls},
         **(plain | facts),
+    )
+
+
+def _thawed(steps: TrainStep) -> StepError | None:
+    """An error if a parameter is trained now that was frozen when the optimizer was built, or frozen that was
+    trained."""
+    changed = [name for name, (param, trained) in steps.trained.items() if param.requires_grad != trained]
+    if not changed:
+        return None
+    return StepError(
+        f"requires_grad of {listed(changed)} has changed since initialize, which built the optimizer and the reductions"
+        " for what it was: set it back, or initialize another engine on a new model"
     )
 
 

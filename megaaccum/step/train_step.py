@@ -22,7 +22,7 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.sums import sums_over_ranks
-from megaaccum.errors import ConfigError, MegaaccumError, StepError, listed
+from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, names, router_state
 from megaaccum.observe.changing_buffers import ChangingBuffers
@@ -95,7 +95,8 @@ class TrainStep:
         """Moves with each step: counters alone, until it is given a learning-rate schedule."""
         self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
-        self._trained = {name: (param, param.requires_grad) for name, param in names.named_parameters(chunks)}
+        self.trained = {name: (param, param.requires_grad) for name, param in names.named_parameters(chunks)}
+        """{name: (parameter, whether it was trained when the optimizer was built)} of this rank."""
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
@@ -120,17 +121,6 @@ class TrainStep:
         self.noise_scale = NoiseScale(chunks, window) if window else None
         self.last_weight = 0.0
         """N of the last step by its sequences, 0 before one has ended."""
-
-    def thawed(self) -> StepError | None:
-        """An error if a parameter is trained now that was frozen when the optimizer was built, or frozen that was
-        trained."""
-        changed = [name for name, (param, trained) in self._trained.items() if param.requires_grad != trained]
-        if not changed:
-            return None
-        return StepError(
-            f"requires_grad of {listed(changed)} has changed since initialize, which built the optimizer and the"
-            " reductions for what it was: set it back, or initialize another engine on a new model"
-        )
 
     @property
     def batch(self) -> BatchPlan:

@@ -41,8 +41,8 @@ def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     try:
         first, second = (_one_step(optimizer, (size,), start=start)[0] for start, size in ((0, 2), (2, 4)))
         cuts = torch.allclose(torch.cat([first, second]), whole.view(-1))
-    except Exception:
-        cuts = False  # it takes matrices alone
+    except Exception:  # of any kind: it takes matrices alone
+        cuts = False
     _KEPT[optimizer] = Kept(tensors, tuple(others), count, cuts)
     return _KEPT[optimizer]
 
@@ -127,7 +127,10 @@ def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _count_of(optimizer: torch.optim.Optimizer) -> type | None:
     """The type of an optimizer's count of steps of each parameter: torch's own have a tensor, DeepSpeed's for the host
     a number. The fused Adams of TE and apex have one per group."""
-    return torch.Tensor if isinstance(optimizer, torch.optim.Adam) else kept_by(optimizer).count
+    if isinstance(optimizer, torch.optim.Adam):
+        return torch.Tensor
+    kept = kept_by(optimizer)
+    return None if kept.others else kept.count  # a state that is not made whole is not begun
 
 
 def _counted(count: type, num_steps: int, device: torch.device | None = None) -> object:

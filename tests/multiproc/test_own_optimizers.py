@@ -93,6 +93,22 @@ def test_an_optimizer_through_a_checkpoint(name, tmp_path):
         assert len(found) == len(BACKENDS) and max(found.values()) < 1e-6, found
 
 
+def begun_by_weights() -> list[int]:
+    """Steps of optimizers whose state no checkpoint has, after weights were read and replaced before the first."""
+    import torch
+
+    stepped = []
+    for name in ("nadam", "adafactor"):
+        engine = made(name, dict(backend="ddp"))
+        engine.load_weights(dict(engine.whole_weights()).items())
+        stepped.append(engine.train_step(batches(0)[torch.distributed.get_rank() :: 2]).step)
+    return stepped
+
+
+def test_weights_begin_no_half_of_a_state():
+    assert run_ranks(begun_by_weights, 2, timeout=60) == [[1, 1]] * 2
+
+
 REFUSED = {
     ("adafactor", "fsdp2"): "Adafactor steps a parameter as a whole, and backend fsdp2 gives it pieces",
     ("adafactor", "deepspeed"): "Adafactor steps a parameter as a whole, and backend deepspeed gives it pieces",
