@@ -44,10 +44,12 @@ class _Share:
 def runs_of(whole: torch.Tensor, piece: Piece) -> Iterator[torch.Tensor]:
     """Views of the elements of `piece` in `whole`, the flattened parameter, in the piece's order: at most three."""
     cut, start, stop = piece.cut, piece.start, piece.stop
+    if start == stop:
+        return
     part = whole.view(cut.rows, cut.runs, -1)[:, cut.run]
     width = part.shape[1]
     first, skip = divmod(start, width)
-    if skip and start < stop:
+    if skip:
         yield part[first, skip : min(skip + stop - start, width)]
         start, first = min(start + width - skip, stop), first + 1
     last, rest = divmod(stop, width)
@@ -89,7 +91,7 @@ class WholeWeights:
             if writes:
                 self._mine.setdefault(piece.name, []).append((piece, tensor))
         if groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
-            self._mine |= {name: [(_whole(name, each), each.view(-1))] for name, each in buffers.items()}
+            self._mine |= {name: [(_whole(name, each), each.reshape(-1))] for name, each in buffers.items()}
         given = {name: dtypes.get(name, parts[0][1].dtype) for name, parts in self._mine.items()}
         raise_on_all_ranks(_check_cuts, self._mine, groups.tp.size())
         listed = {name: (given[name], [piece for piece, _ in parts]) for name, parts in self._mine.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megaaccum.executor.entry import ForwardBackward
 from megaaccum.model.packed_rows import sent_shape
@@ -42,7 +42,14 @@ def flush_arguments(
         if batch.lengths is not None:
             more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
     return {
-        "forward_step_func": ForwardStep(batch, opened.divisor, opened.tally, steps.chunks, observers),
+        "forward_step_func": ForwardStep(
+            batch,
+            opened.divisor,
+            opened.tally,
+            steps.chunks,
+            observers,
+            *_sent(steps, batch),
+        ),
         "data_iterator": batch.iterators(len(steps.chunks)),
         "model": steps.chunks,
         "num_microbatches": len(batch),
@@ -52,3 +59,16 @@ def flush_arguments(
         **sent_shape(steps.chunks, steps.batch),
         **more,
     }
+
+
+def _sent(steps: TrainStep, batch: Microbatches) -> tuple[list[tuple[int, int, int]], int | None]:
+    """[sequence of this rank, micro-batch, hidden] of each micro-batch's messages, as Megatron's get_tensor_shapes;
+    none in a pipeline of one rank. And the chunk of the last stage, if this rank has it."""
+    groups, shape, config = steps.groups, sent_shape(steps.chunks, steps.batch), cast("Any", steps.chunks[0].config)
+    if groups.pp.size() == 1:
+        return [], None
+    parts = groups.collection.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    lengths = batch.lengths or [shape["seq_length"]] * len(batch)
+    shapes = [(length // parts, shape["micro_batch_size"], config.hidden_size) for length in lengths]
+    numbers = range(len(steps.chunks))
+    return shapes, next((n for n in numbers if groups.stage(n) == groups.layout.num_stages - 1), None)

@@ -18,7 +18,8 @@ class ForwardStep:
 
     observers: objects with any of the methods `begin_forward(chunk, microbatch)`, `end_forward(chunk, microbatch,
     output)` and `begin_backward(chunk, microbatch)`, which are called in the list's order. chunk: number of this
-    rank's chunk. microbatch: index in the step.
+    rank's chunk. microbatch: index in the step. sent: (sequence of this rank, micro-batch, hidden) of each
+    micro-batch's messages between stages; none without a pipeline. last: the chunk that sends none, if it is here.
 
     The micro-batch that runs is counted per chunk, since every schedule runs a chunk's forwards in order. A recomputed
     forward does not pass here: it belongs to the backward that was announced last (`begin_backward`; step/seeds.py
@@ -32,6 +33,8 @@ class ForwardStep:
         tally: Tally,
         chunks: Sequence[torch.nn.Module],
         observers: Sequence[object],
+        sent: Sequence[tuple[int, int, int]] = (),
+        last: int | None = None,
     ):
         self._batch, self._divisor, self._tally = batch, divisor, tally
         self._begin_forward, self._end_forward, self._begin_backward = (
@@ -41,6 +44,7 @@ class ForwardStep:
         self._number = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._has_loss = [bool(getattr(chunk, "post_process", False)) for chunk in chunks]
         self._next = [0] * len(chunks)
+        self._sent, self._last = sent, last
         self._in_backward: tuple[int, int] | None = None
         self._no_tokens: torch.Tensor | None = None
 
@@ -60,6 +64,8 @@ class ForwardStep:
         if not isinstance(given, tuple | list) or len(given) != 2:
             raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
         output, loss_func = given
+        if self._sent and number != self._last and not return_schedule_plan:
+            output = self._as_sent(output, number, index, chunk.config)
         if isinstance(output, torch.Tensor) and output._base is not None:
             # Megatron's schedules empty an output that was sent, and refuse a view, as torch's own Linear returns one.
             output = pytorch.without_base(output)
@@ -68,6 +74,20 @@ class ForwardStep:
         if isinstance(output, torch.Tensor) and output.requires_grad and not self._has_loss[number]:
             output.register_hook(lambda _grad: self._begins(at))
         return output, self.scaled_loss(index, at, loss_func)
+
+    def _as_sent(self, output: Any, number: int, index: int, config: Any) -> torch.Tensor:
+        """The contiguous `output` of a chunk. A receive takes whatever bytes come: of an output that is not what it
+        expects it is given zeros, so that the flush continues, and all ranks raise after it."""
+        shape, dtype = self._sent[index], config.pipeline_dtype
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"chunk {number} has to return a tensor to send, but returned {type(output).__name__}")
+        if output.dtype is dtype and output.shape == shape:
+            return output.contiguous()
+        self._tally.problem = self._tally.problem or StepError(
+            f"chunk {number} returns {list(output.shape)} of {output.dtype}, but stages send [sequence, micro-batch,"
+            f" hidden] = {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"
+        )
+        return output.new_zeros(shape, dtype=dtype) + _nothing(output)[0].to(dtype)
 
     def _begins(self, at: tuple[int, int]) -> None:
         """Announce the backward of a micro-batch through a chunk: it begins at the loss on the last stage, and

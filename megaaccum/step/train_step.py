@@ -445,6 +445,7 @@ class TrainStep:
         for module in training:  # a part that is frozen may be evaluated in training too
             module.training = True
         self.fp8.restore(before)
+        raise_together(evaluation.tally.problem)
         return evaluation.tally
 
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:

@@ -161,3 +161,97 @@ def test_parameters_of_two_dtypes(backend, tmp_path):
     for wrong, errors in run_ranks(through_a_checkpoint, 2, backend, str(tmp_path)):
         assert not wrong
         assert all(words in error for error in errors)
+
+
+def over_two_stages(schedule: str) -> tuple[float, list[str]]:
+    """The largest distance of a step's weights from torch's own where stages return transposed views; what is said of
+    stages that return another dtype or shape, and of a loss function that returns two values, by steps and
+    evaluations, after which the engine continues."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    plan = Plan.of(
+        layout=dict(pp=2, schedule=schedule),
+        batch=dict(micro_batch_size=2, seq_length=5, pp_microbatches=4),
+        sharding=dict(backend="ddp"),
+        optimizer=dict(clip_grad=0.0),
+        hidden_size=8,
+        world_size=2,
+    )
+
+    class Stage(torch.nn.Module):
+        returns = staticmethod(lambda x: x)
+
+        def __init__(self, stage: int):
+            super().__init__()
+            torch.manual_seed(stage)
+            self.layer, self.stage, self.name_in_model = torch.nn.Linear(8, 8), stage, f"stages.{stage}."
+
+        def set_input_tensor(self, tensor):
+            self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self, batch):
+            x = batch.transpose(0, 1) if self.stage == 0 else self.received
+            x = torch.tanh(self.layer(x.float())).transpose(0, 1).contiguous().transpose(0, 1)
+            return x if self.stage == plan.layout.num_stages - 1 else Stage.returns(x)
+
+    def forward_step(data_iterator, chunk):
+        batch = next(data_iterator)
+        return chunk(batch), lambda output: (output.square().sum(), 10, {})
+
+    def without_reports(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (output.sum(), 10)
+
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(2, 5, 8, generator=generator) for _ in range(4)]
+    chunks = [Stage(stage) for stage in plan.layout.stages(torch.distributed.get_rank())]
+    sgd = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
+    engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=sgd)
+    errors = []
+    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3]):
+        Stage.returns = staticmethod(returns)
+        errors += [said(lambda: engine.train_step(data)), said(lambda: engine.evaluate(data))]
+    Stage.returns = staticmethod(lambda x: x)
+    errors.append(said(lambda: engine.forward(data, forward_step_func=without_reports)))
+    engine.train_step(data)
+    whole = [Stage(stage) for stage in range(plan.layout.num_stages)]
+    total = torch.zeros(())
+    for x in data:
+        for stage in whole:
+            stage.received = x
+            x = stage(x)
+        total = total + x.square().sum()
+    (total / 40).backward()
+    wanted = {f"{s.name_in_model}{n}": w - 0.5 * w.grad for s in whole for n, w in s.named_parameters()}
+    return max(float((each - wanted[name]).abs().max()) for name, each in engine.whole_weights()), errors
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_a_stage_returns(schedule):
+    sent = "but stages send [sequence, micro-batch, hidden] = [5, 2, 8] of torch.float32"
+    for distance, errors in run_ranks(over_two_stages, 2, schedule):
+        assert distance < 1e-6
+        for error, found in zip(errors[:-1:2], ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]"), strict=True):
+            assert f"chunk 0 returns {found}" in error and sent in error
+        assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
+        assert "but it returned 2 values" in errors[-1]
+
+
+def with_buffers() -> list[str]:
+    """Names of buffers that `whole_weights` gives as they are: a transposed view and one without elements."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("turned", torch.randn(4, 8).t())
+    model.register_buffer("empty", torch.zeros(0, 3))
+    plan = Plan.of(batch=dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4), sharding=dict(backend="ddp"))
+    engine = initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    buffers = dict(model.named_buffers())
+    return sorted(n for n, each in engine.whole_weights() if n in buffers and torch.equal(each, buffers[n]))
+
+
+def test_buffers_of_unusual_shapes():
+    assert run_ranks(with_buffers, 1) == [["empty", "turned"]]

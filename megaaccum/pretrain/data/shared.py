@@ -74,7 +74,7 @@ class SharedLoader:
             return held, None
         arrived, self._coming = self._coming or self._post_step(num_microbatches, after), None
         mine, problem = arrived()
-        assert len(mine) in (0, num_microbatches), "send_ahead was told of another number of micro-batches"
+        assert len(mine) in (0, num_microbatches), "send_ahead was given another number of micro-batches"
         if not self._is_alone:
             self._held[after] = mine
         return mine, problem
