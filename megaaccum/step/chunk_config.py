@@ -16,6 +16,7 @@ from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems, parameter_problems
+from megaaccum.schedule.registry import by_executor
 from megaaccum.sharding import DRIVEN, experts
 
 if TYPE_CHECKING:
@@ -171,10 +172,13 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
         for name in HOOKS
         if getattr(config, name, None) is not None
     ]
-    if getattr(config, "gradient_accumulation_fusion", False):
+    sharding = plan.config.sharding
+    fuses = sharding.backend == "megatron" and not by_executor(plan.layout.schedule) and sharding.reproducible == "none"
+    if getattr(config, "gradient_accumulation_fusion", False) and not fuses:
         problems.append(
-            "gradient_accumulation_fusion adds weight gradients to main_grad, which no sharding backend reads:"
-            " build the chunks with gradient_accumulation_fusion=False"
+            "gradient_accumulation_fusion adds weight gradients to main_grad, which is read by backend megatron under"
+            " 1f1b or interleaved, without reproducible: layout: build the chunks with"
+            " gradient_accumulation_fusion=False, or set these"
         )
     sizes = {
         "tensor_model_parallel_size": plan.layout.tp,
