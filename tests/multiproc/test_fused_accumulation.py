@@ -1,4 +1,4 @@
-"""Megatron's kernel that adds a weight gradient to the FP32 sum, a stand-in of its interface: same gradient without it."""
+"""Megatron's kernel that adds a weight gradient to the FP32 sum, as a stand-in: the gradient is what it is without it."""
 
 from __future__ import annotations
 
