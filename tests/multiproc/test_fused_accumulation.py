@@ -1,4 +1,4 @@
-"""Megatron's kernel that adds a weight gradient to the FP32 sum, as a stand-in: the gradient is what it is without it."""
+"""Megatron's kernel that adds a weight gradient to the FP32 sum, by a stand-in: the gradient is the same as without."""
 
 from __future__ import annotations
 
