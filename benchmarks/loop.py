@@ -264,9 +264,8 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
         microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
         with watchdog.step(engine.step + 1):
             result = engine.train_step(microbatches, problem=problem)
-        loader.commit(plan.batch.global_batch_size)
         engine.gather_ahead()
-        loader.send_ahead(plan.batch.num_microbatches)
+        loader.commit(plan.batch.global_batch_size)
         training_run.log_step(log, engine, result, plan.batch)
         return of(result)
 

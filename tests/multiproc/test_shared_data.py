@@ -63,9 +63,9 @@ def opened(groups, dataset, *, mine: bool = False):
     return SharedLoader(open_loader, groups, read_by(chunks), shape=(SIZE, SEQ), has_documents=True), read_by(chunks)
 
 
-def taken(layouts: list[dict], bad: int = -1, ahead: bool = False):
+def taken(layouts: list[dict], bad: int = -1):
     """For each layout on this rank: samples read, parts received but not used, differences from reading alone, and the
-    error. ahead: each step is sent before it is asked for, and a message of the pipeline's goes between."""
+    error."""
     import torch
 
     from megaaccum.distributed import groups as process_groups
@@ -81,10 +81,6 @@ def taken(layouts: list[dict], bad: int = -1, ahead: bool = False):
         alone, _ = opened(groups, Samples(), mine=True)
         wrong, more, error = [], set(), None
         for _ in range(STEPS):
-            if ahead:
-                shared.send_ahead(MICROBATCHES)
-                shared.send_ahead(MICROBATCHES)  # once is enough
-                passed_on(groups.pp)
             found, error = shared.try_next_step(MICROBATCHES)
             again, _ = shared.try_next_step(MICROBATCHES)
             if error or not found:
@@ -104,21 +100,9 @@ def taken(layouts: list[dict], bad: int = -1, ahead: bool = False):
     return results
 
 
-def passed_on(pp) -> None:
-    """Send a number from the first rank of the pipeline to its last, as an evaluation does between two steps."""
-    import torch
-
-    number = torch.full((), 7.0 if pp.rank() == 0 else 0.0)
-    if pp.size() > 1 and pp.rank() == 0:
-        torch.distributed.send(number, group=pp, group_dst=pp.size() - 1)
-    elif pp.size() > 1 and pp.rank() == pp.size() - 1:
-        torch.distributed.recv(number, group=pp, group_src=0)
-        assert number == 7.0
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["when asked for", "ahead"])
-def seen(request):
-    ranks = run_ranks(taken, 4, list(LAYOUTS.values()), ahead=request.param, timeout=90)
+@pytest.fixture(scope="module")
+def seen():
+    ranks = run_ranks(taken, 4, list(LAYOUTS.values()), timeout=90)
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(LAYOUTS)}
 
 
@@ -141,9 +125,8 @@ def test_every_stage_has_what_it_reads_and_no_more(name, seen):
         assert (more, wrong) == (set(), [])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_the_reader_cannot_read_leaves_no_rank_waiting(ahead):
+def test_what_the_reader_cannot_read_leaves_no_rank_waiting():
     for name in ("tp 2, pp 2", "pp 4"):
-        ranks = run_ranks(taken, 4, [LAYOUTS[name]], bad=MICROBATCHES * SIZE + 1, ahead=ahead, timeout=60)
+        ranks = run_ranks(taken, 4, [LAYOUTS[name]], bad=MICROBATCHES * SIZE + 1, timeout=60)
         errors = [rank[0][-1] for rank in ranks]
         assert "sample 9 cannot be read" in errors[0] and errors[1:] == ["", "", ""]

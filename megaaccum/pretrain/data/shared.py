@@ -28,16 +28,13 @@ _DTYPES = {
 """The parts of a micro-batch, in the order in which they are sent: wide ones first, so that each is aligned."""
 
 
-_Coming = Callable[[], tuple[list[Batch], MegaaccumError | None]]
-
-
 class SharedLoader:
     """The micro-batches of a model-parallel group (tp x cp x pp), which see the same sequences.
 
     The first rank of the group reads. Each stage is sent one message a step: counts of tokens, and what the stage
     reads of the micro-batches, tokens and positions on the first, labels and masks on the last; there it goes over cp
-    and tp. The reader does not wait for it to arrive. If the group is one rank, nothing is sent. The constructor,
-    `send_ahead` and `try_next_step` are collective over the group.
+    and tp. The reader does not wait for it to arrive. If the group is one rank, nothing is sent. The constructor and
+    `try_next_step` are collective over the group.
     """
 
     def __init__(
@@ -59,8 +56,6 @@ class SharedLoader:
         self._shape, self._has_documents, self._clock = shape, has_documents, clock
         self._held: dict[int, list[Batch]] = {}
         """Steps that were sent, by the number of micro-batches before them."""
-        self._coming: _Coming | None = None
-        """Waits for the next step, if it was sent ahead."""
         self._sending: list[dist.Work] = []
         self._sent: dict[int, torch.Tensor] = {}
         self._reads = gathered(tuple(reads), groups.pp)
@@ -72,17 +67,10 @@ class SharedLoader:
         Parts that a rank's stages do not read are None there."""
         if len(held := self._held.get(after, [])) == num_microbatches:
             return held, None
-        arrived, self._coming = self._coming or self._post_step(num_microbatches, after), None
-        mine, problem = arrived()
-        assert len(mine) in (0, num_microbatches), "send_ahead was given another number of micro-batches"
+        mine, problem = self._read(num_microbatches, after)
         if not self._is_alone:
-            self._held[after] = mine
+            mine = self._held[after] = self._shared(num_microbatches, mine)
         return mine, problem
-
-    def send_ahead(self, num_microbatches: int) -> None:
-        """Start to send the step after the last committed one, so that it is there when it is asked for."""
-        if not self._is_alone and self._coming is None and 0 not in self._held:
-            self._coming = self._post_step(num_microbatches, 0)
 
     def commit(self, num_samples: int) -> None:
         """Count `num_samples` sequences over all ranks, those of the next step, as consumed."""
@@ -97,37 +85,27 @@ class SharedLoader:
             self._loader.close()
 
     def _read(self, num_microbatches: int, after: int) -> tuple[list[Batch], MegaaccumError | None]:
-        assert self._loader is not None
+        if self._loader is None:
+            return [], None
         start = self._clock()
         found = self._loader.try_next_step(num_microbatches, after=after)
         self.read_seconds = self._clock() - start
         return found
 
-    def _post_step(self, num_microbatches: int, after: int) -> _Coming:
-        """Start to send a step's micro-batches to the stages. Returns a function that waits for those of this rank, and
-        spreads them over cp and tp; there are none if the reader has none."""
+    def _shared(self, num_microbatches: int, mine: list[Batch]) -> list[Batch]:
+        """A step's micro-batches on this rank; none if the reader has none. mine: the reader's."""
         stage = self._pp.rank()
         if self._loader is not None:
-            mine, problem = self._read(num_microbatches, after)
             self._send(num_microbatches, mine)
-
-            def spread() -> tuple[list[Batch], MegaaccumError | None]:
-                if any(group.size() > 1 for group in self._across):
-                    self._spread(self._packed(stage, num_microbatches, mine))
-                return mine, problem
-
-            return spread
+            if any(group.size() > 1 for group in self._across):
+                self._spread(self._packed(stage, num_microbatches, mine))
+            return mine
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._parts(stage, num_microbatches).values())
         message = torch.empty(size, dtype=torch.uint8, device=cpu.device())
-        receives = stage != 0 and all(self._in_front)
-        works = self._post(dist.irecv, {0: message}) if receives else []
-
-        def receive() -> tuple[list[Batch], MegaaccumError | None]:
-            for work in works:
+        if stage != 0 and all(self._in_front):
+            for work in self._post(dist.irecv, {0: message}):
                 work.wait()
-            return self._unpacked(self._spread(message), num_microbatches), None
-
-        return receive
+        return self._unpacked(self._spread(message), num_microbatches)
 
     def _send(self, num_microbatches: int, mine: list[Batch]) -> None:
         """Send the first rank of every other stage its inputs. A message is kept until it has arrived."""

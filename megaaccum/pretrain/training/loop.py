@@ -28,10 +28,10 @@ def train(plan: Plan, advisor: Advisor) -> int:
                     result = engine.train_step(microbatches, stop=stop, problem=problem, upcoming=upcoming)
             except MegaaccumError as error:
                 raise run.saver.save_before_raising(error) from error
+            if engine.step < run.last_step and not result.stop:
+                engine.gather_ahead()
             if result.advanced:
                 loader.commit(batch.global_batch_size)
-            if engine.step < run.last_step and not result.stop:
-                run.begin_next()
             run.report(result, batch)
             run.evaluate(result)
             run.save(result)

@@ -134,12 +134,6 @@ class TrainingRun:
             return None
         return self.loader.try_next_step(count, after=count)[0]
 
-    def begin_next(self) -> None:
-        """Begin to gather the next step's parameters and to send its micro-batches. Collective."""
-        self.engine.gather_ahead()
-        with self._stopwatch.during("data"):
-            self.loader.send_ahead(self.engine.batch.num_microbatches)
-
     def is_to_stop(self) -> bool:
         """Whether this rank asks to stop after the next step: a signal, exit_interval or exit_duration_in_mins."""
         run, step = self.plan.config.run, self.engine.step + 1
