@@ -270,8 +270,7 @@ def _write_trace(path: str, record: FlushRecord, pp: torch.distributed.ProcessGr
 
 
 def _message_shapes(call: Call) -> list[tuple[int, int, int]]:
-    """[sequence of this rank, micro-batch, hidden] of each micro-batch's messages, as Megatron's get_tensor_shapes.
-    Raises ConfigError."""
+    """`message_shapes` of a call. Raises ConfigError."""
     given, length = call.seq_lengths, call.decoder_seq_length or call.seq_length
     if given is None and getattr(call.config, "variable_seq_lengths", False):
         raise ConfigError(
@@ -280,7 +279,14 @@ def _message_shapes(call: Call) -> list[tuple[int, int, int]]:
         )
     if given is not None and len(given) != call.num_microbatches:
         raise ConfigError(f"{len(given)} seq_lengths for {call.num_microbatches} micro-batches: give one for each")
-    collection = call.pg_collection
-    parts = collection.cp.size() * (collection.tp.size() if call.config.sequence_parallel else 1)
     lengths = [length] * call.num_microbatches if given is None else given
-    return [(length // parts, call.micro_batch_size, call.config.hidden_size) for length in lengths]
+    return message_shapes(call.config, call.pg_collection, call.micro_batch_size, lengths)
+
+
+def message_shapes(
+    config: Any, collection: Any, micro_batch_size: int, lengths: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """[sequence of this rank, micro-batch, hidden] of the messages between stages, as Megatron's get_tensor_shapes.
+    lengths: tokens of a sequence in each micro-batch."""
+    parts = collection.cp.size() * (collection.tp.size() if config.sequence_parallel else 1)
+    return [(length // parts, micro_batch_size, config.hidden_size) for length in lengths]

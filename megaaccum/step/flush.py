@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from megaaccum.executor.entry import ForwardBackward
+from megaaccum.executor.entry import ForwardBackward, message_shapes
 from megaaccum.model.packed_rows import sent_shape
 from megaaccum.step.forward_step import ForwardStep
 
@@ -41,14 +41,10 @@ def flush_arguments(
         more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
         if batch.lengths is not None:
             more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
+    shape = sent_shape(steps.chunks, steps.batch)
     return {
         "forward_step_func": ForwardStep(
-            batch,
-            opened.divisor,
-            opened.tally,
-            steps.chunks,
-            observers,
-            *_sent(steps, batch),
+            batch, opened.divisor, opened.tally, steps.chunks, observers, *_sent(steps, batch, shape)
         ),
         "data_iterator": batch.iterators(len(steps.chunks)),
         "model": steps.chunks,
@@ -56,19 +52,20 @@ def flush_arguments(
         "forward_only": forward_only,
         "p2p_communicator": steps.p2p,
         "pg_collection": steps.groups.collection,
-        **sent_shape(steps.chunks, steps.batch),
+        **shape,
         **more,
     }
 
 
-def _sent(steps: TrainStep, batch: Microbatches) -> tuple[list[tuple[int, int, int]], int | None]:
-    """[sequence of this rank, micro-batch, hidden] of each micro-batch's messages, as Megatron's get_tensor_shapes;
-    none in a pipeline of one rank. And the chunk of the last stage, if this rank has it."""
-    groups, shape, config = steps.groups, sent_shape(steps.chunks, steps.batch), cast("Any", steps.chunks[0].config)
+def _sent(
+    steps: TrainStep, batch: Microbatches, shape: dict[str, int]
+) -> tuple[list[tuple[int, int, int]], int | None]:
+    """The shape of each micro-batch's messages, none in a pipeline of one rank; the chunk of the last stage, if this
+    rank has it."""
+    groups = steps.groups
     if groups.pp.size() == 1:
         return [], None
-    parts = groups.collection.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     lengths = batch.lengths or [shape["seq_length"]] * len(batch)
-    shapes = [(length // parts, shape["micro_batch_size"], config.hidden_size) for length in lengths]
+    shapes = message_shapes(steps.chunks[0].config, groups.collection, shape["micro_batch_size"], lengths)
     numbers = range(len(steps.chunks))
     return shapes, next((n for n in numbers if groups.stage(n) == groups.layout.num_stages - 1), None)
