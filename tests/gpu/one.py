@@ -14,11 +14,14 @@ a host of its own (NCCL_HOSTID) and they talk over sockets: NCCL's streams, orde
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
+import math
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with small sizes")
     parser.add_argument("--out", type=Path, help=f"file of results, appended to (default {OUT})")
     parser.add_argument("--again", action="store_true", help="also run what has passed at this commit")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds that no case may exceed")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     args = parser.parse_args(argv)
     chosen = choose(args.cases)
@@ -59,7 +63,7 @@ def main(argv: list[str]) -> int:
     out = args.out or (None if args.dry_run else folder / OUT.name)
     # The committed file too: where only OUT outlasts a run, the lines of earlier runs come back in the tree.
     done = set() if args.again or out is None else passed(out, where) | passed(OUT, where)
-    with Runner(dry=args.dry_run) as runner:
+    with Runner(dry=args.dry_run, limit=args.limit) as runner:
         results = [_reported(runner, spec, where, out) for spec in chosen if spec.name not in done]
     print(f"{sum(each['ok'] for each in results)} of {len(results)} ok, {len(chosen) - len(results)} passed before")
     return 0 if all(each["ok"] for each in results) else 1
@@ -131,8 +135,8 @@ class Runner:
     """Runs cases, one at a time, on ranks that stay for the next case if it wants as many and the same environment.
     Ends its processes when left."""
 
-    def __init__(self, *, dry: bool):
-        self._dry = dry
+    def __init__(self, *, dry: bool, limit: float = math.inf):
+        self._dry, self._limit = dry, limit
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> Runner:
@@ -146,7 +150,7 @@ class Runner:
         if self._ranks is None or self._ranks.kind != kind_of(spec):
             self._end()
             self._ranks = Ranks(spec, "fork" if self._dry else "spawn", dry=self._dry)
-        found = self._ranks.run(spec, spec.seconds * (4 if self._dry else 1))
+        found = self._ranks.run(spec, min(self._limit, spec.seconds * (4 if self._dry else 1)))
         if not found.get("ok"):
             found["output"] = self._ranks.output()
             self._end()
@@ -192,6 +196,7 @@ class Ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = connection.wait(waiting, max(0.0, end - time.monotonic()))
             if not ready:
+                self._note_stacks()
                 return {"ok": False, "problem": f"not done in {seconds:g} s"}
             for pipe in ready:
                 rank = self._pipes.index(pipe)
@@ -204,9 +209,16 @@ class Ranks:
                     return results[rank]
         return results[0]
 
+    def _note_stacks(self) -> None:
+        """Has each rank write the stacks of its threads into its output."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+
     def output(self) -> list[str]:
         """The end of what each rank has written."""
-        return [log.read_text()[-1500:] if log.exists() else "" for log in self._logs]
+        return [log.read_text()[-4000:] if log.exists() else "" for log in self._logs]
 
     def end(self) -> None:
         for process in self._processes:
@@ -242,6 +254,7 @@ def _serve(pipe: Any, log: Path, parent: int, *, dry: bool) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     join_ranks(dry=dry)
     while os.getppid() == parent:
         if pipe.poll(1.0):
