@@ -123,6 +123,8 @@ class ForwardBackward:
         self._timeout_minutes, self._allow_underfilled = timeout_minutes, allow_underfilled_pipeline
         self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
         self._flushes = 0
+        self._has_run: set[bool] = set()
+        """Whether flushes without (True) and with a backward have run."""
         self._channels: dict[int, PipelineChannels] = {}
         self._connected: set[tuple[int, int]] = set()
         self._proven: set[int] = set()
@@ -198,9 +200,11 @@ class ForwardBackward:
                 self._installed[chunk] = wgrad.install(chunk)
         shapes = _message_shapes(call)
         blank = torch.empty(0, dtype=call.config.pipeline_dtype, device=cpu.device())
+        channels = self._channels_of(pp, schedule)
+        is_first = bool(call.forward_only) not in self._has_run
         mail = Mail(
             schedule,
-            self._channels_of(pp, schedule),
+            channels.by_host if is_first and channels.by_host is not None else channels,
             lambda message: blank.new_empty(shapes[message[1]]),
             self._sends_needed(schedule, pp.rank(), call.forward_only),
             forward_only=call.forward_only,
@@ -212,6 +216,7 @@ class ForwardBackward:
         """Record the flush and hand it to Megatron's finalize_model_grads_func."""
         call = flush.call
         self.record = flush.record
+        self._has_run.add(bool(call.forward_only))
         if call.forward_only:
             return call.reports
         self._flushes += 1

@@ -3,6 +3,7 @@
 A channel carries one kind of message (activations F, or their gradients B) from one rank to another, in the order of
 the sender, which both ends know; a message that its receiver needs later is kept until then. Channels of a pair of
 ranks are kept apart by tags on gloo and by process groups on NCCL, so that no activation queues after a gradient.
+A first flush goes through host memory (`HostChannels`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -128,6 +130,7 @@ class PipelineChannels:
         own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
         # Tag 0 is that of messages without one, such as a step's micro-batches.
         self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True), 1)}
+        self.by_host = HostChannels.of(self.members, timeout_minutes) if separate else None
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
@@ -152,6 +155,44 @@ class PipelineChannels:
         """Begin to receive into `buffer` from rank `source` of the pipeline."""
         group, tag = self._lanes[kind, source < self.rank]
         return group.recv([buffer], source, tag)
+
+
+class HostChannels(PipelineChannels):
+    """A pipeline's traffic through host memory, by gloo, so that nothing of it waits on the device.
+
+    For a first flush over NCCL. In that the host waits for its device again and again, on every rank: to load a kernel,
+    to make a handle of cuBLAS or a communicator, to get memory. Two ranks that do so at the same time, each behind a
+    receive for what the other will send, would wait for ever (`python -m tests.support.queues`).
+    """
+
+    @classmethod
+    def of(cls, members: list[int], timeout_minutes: float | None) -> HostChannels:
+        """Make those of the pipeline of these ranks. Collective over the world."""
+        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+        made = {tuple(each): dist.new_group(each, timeout=timeout, backend="gloo") for each in groups.all_like(members)}
+        return cls(cast("dist.ProcessGroup", made[tuple(members)]), separate=False)
+
+    def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
+        """PipelineChannels.send, once `tensor` has been computed and copied."""
+        return super().send(tensor.cpu(), target, kind)
+
+    def receive(self, buffer: torch.Tensor, source: int, kind: str) -> dist.Work:
+        """PipelineChannels.receive; who waits for it copies the message into `buffer`."""
+        staged = torch.empty_like(buffer, device="cpu")
+        return cast("dist.Work", _Staged(super().receive(staged, source, kind), staged, buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A message on its way into host memory."""
+
+    work: dist.Work
+    staged: torch.Tensor
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.staged)
 
 
 class Mail:

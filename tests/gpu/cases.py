@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def environment(*, dry: bool) -> Found:
     found: Found = {"ok": missing == other, "missing": missing, "cuda": torch.version.cuda, "nccl": gpu.describe()}
     if not dry:
         found |= {"device": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    return found
+    return found | _allocated()
 
 
 def gradient(*, layout: str = "", model: str = "", lane: str = "fp32", dry: bool) -> Found:
@@ -118,11 +119,11 @@ def host_syncs(*, layout: str = "", dry: bool) -> Found:
     layout += " --reduce_bucket_size 500000000"  # one bucket
     found = {m: _waits(Case(1, f"--pp_microbatches {m} {layout}", PLAIN + "--clip_grad 0.01")) for m in (8, 16)}
     few = sum(found[8][0].values()) <= BUDGET
-    return {"ok": found[8] == found[16] and few, "by place": found[8][0], "torch says": found[8][1]}
+    return {"ok": found[8] == found[16] and few, "by place": found[8][0], "torch says": {m: found[m][1] for m in found}}
 
 
-def _waits(case: Case) -> tuple[dict[str, int], int]:
-    """By place, and how many operations torch warns of (0 without a GPU)."""
+def _waits(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """By place, and by the line of the operations that torch warns of (none without a GPU)."""
     rig = Rig.of(case)
     rig.train(0)
     batch = rig.microbatches()
@@ -133,7 +134,8 @@ def _waits(case: Case) -> tuple[dict[str, int], int]:
         rig.train_step.train(batch, step=1)
         if cpu.has_accelerator():
             torch.cuda.set_sync_debug_mode("default")
-    return dict(places), sum("synchronizing" in str(each.message) for each in said)
+    lines = [f"{each.filename}:{each.lineno}" for each in said if "called a synchronizing" in str(each.message)]
+    return dict(places), dict(Counter(lines))
 
 
 def adam(*, dry: bool) -> Found:
@@ -237,16 +239,16 @@ def _large(layout: str, size: str, *, dry: bool) -> tuple[Rig, list[dict[str, to
     ]  # fmt: skip
 
 
-def _timed(step: Any, repeat: int) -> list[float]:
-    """Seconds of each call after two that warm up, the device idle at both ends."""
+def _timed(step: Any, repeat: int, warm: int = 2) -> list[float]:
+    """Seconds of each call after those that warm up, the device idle at both ends."""
     times = []
-    for _ in range(repeat + 2):
+    for _ in range(repeat + warm):
         _wait()
         start = time.perf_counter()
         step()
         _wait()
         times.append(time.perf_counter() - start)
-    return times[2:]
+    return times[warm:]
 
 
 def _wait() -> None:
@@ -265,7 +267,7 @@ def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     if bare:
         moved = [{name: each.to(cpu.device()) for name, each in one.items()} for one in batch]
         step = partial(_bare(rig).step, moved)
-    seconds = statistics.median(_timed(step, 2 if dry else 8))
+    seconds = statistics.median(_timed(step, 2 if dry else 5))
     tokens = rig.plan.batch.global_batch_size * rig.plan.batch.seq_length
     rates = {"seconds per step": seconds, "tokens per second": tokens / seconds}
     peak = None if dry else flops.peak_flops(torch.cuda.get_device_name(), "bf16")

@@ -139,9 +139,10 @@ def beside_megatron(*, layout: str, dry: bool) -> Found:
     bare = _Megatron(rig)
     losses = rig.train_step.train(batch, step=0).loss, bare.step(on_device)
     ours, theirs = list[float](), list[float]()
-    for _ in range(2 if dry else 5):
-        ours += _timed(lambda: rig.train_step.train(batch, step=1), 1 if dry else 3)
-        theirs += _timed(lambda: bare.step(on_device), 1 if dry else 3)
+    for block in range(2 if dry else 5):
+        warm = 0 if block else 2
+        ours += _timed(lambda: rig.train_step.train(batch, step=1), 1 if dry else 2, warm)
+        theirs += _timed(lambda: bare.step(on_device), 1 if dry else 2, warm)
     medians = statistics.median(ours), statistics.median(theirs)
     found = {"ok": abs(losses[0] - losses[1]) < 1e-2 * losses[1], "losses": losses, "seconds": medians}
     return found | {"ratio": medians[0] / medians[1], "ours held": held, "fused": bare.fused} | _allocated()

@@ -85,6 +85,7 @@ def specs() -> list[Spec]:
 def _every() -> list[Spec]:
     return [
         Spec(name="env", group="env", function="environment"),
+        Spec(name="env eager", group="env", function="environment", environment={"CUDA_MODULE_LOADING": "EAGER"}),
         *_smoke(),
         Spec(name="sync", group="sync", function="host_syncs"),
         Spec(name="sync streaming", group="sync", function="host_syncs", arguments={"layout": "--sync streaming"}),

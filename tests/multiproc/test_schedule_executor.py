@@ -48,6 +48,18 @@ def test_lanes_of_their_own_as_on_nccl(name, chunks, placement):
         assert ran.error < 1e-14
 
 
+@pytest.mark.parametrize(("name", "chunks", "placement"), [("zbv", 2, "v"), ("gpipe", 1, "loop")])
+def test_a_first_flush_over_nccl_goes_through_host_memory(name, chunks, placement):
+    """With and without a backward: in both the host may have kernels to load."""
+    lanes = [{"HostChannels"}, {"PipelineChannels"}] * 2
+    for rank, ran in enumerate(run_ranks(toy.ways, 2, name, 4, chunks, placement)):
+        sends = [True, True, *[rank == 0 or chunks == 2] * 2]  # a last stage sends nothing without a backward
+        assert [carried for carried, _ in ran] == [
+            each if some else set() for each, some in zip(lanes, sends, strict=True)
+        ]
+        assert max(error for _, error in ran) < 1e-14
+
+
 @pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 1)])
 def test_lanes_between_the_groups_of_training(pp, dp):
     """Stages are in different numbers of groups (the first and the last share an embedding), and find each other."""

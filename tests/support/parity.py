@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from megaaccum.config import precision
 from megaaccum.config.keys import ALIASES
 from megaaccum.platform import cpu
 from megaaccum.pretrain.interop.load import load
@@ -71,7 +72,10 @@ class Case:
     def flags(self) -> list[str]:
         engine = self.lane != "fp64" and "--backend" not in self.layout
         buckets = "--reduce_bucket_size 20000" if engine else ""  # several buckets per stage
-        return merged(MODEL, buckets, LANE[self.lane], self.model, self.layout)
+        given = any(f"--{key}" in f"{self.model} {self.layout}" for key in precision.KEYS)
+        # Where there is a GPU, a run that gives no precision is in BF16.
+        lane = "--params_dtype fp32" if self.lane == "fp32" and not given and cpu.has_accelerator() else LANE[self.lane]
+        return merged(MODEL, buckets, lane, self.model, self.layout)
 
     def plan(self):
         from megaaccum import config

@@ -7,6 +7,7 @@ import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 from megatron.core.enums import ModelType
@@ -199,6 +200,32 @@ def executed(name: str, m: int, chunks: int, placement: str, separate: bool = Fa
         peak=notes.peak, live=notes.live, record=(function.record.peak_in_flight, function.record.peak_deferred),
         reports=[float(each) for each in reports], fused=len(fused),
     )  # fmt: skip
+
+
+def ways(name: str, m: int, chunks: int, placement: str) -> list[tuple[set[str], float]]:
+    """Classes of the channels that carried what this rank sent, and the gradient's error, for each of two flushes in
+    lanes of their own, as on NCCL; then the same of two without a backward, whose error is 0."""
+    from megaaccum import get_forward_backward_func
+    from megaaccum.executor import p2p
+
+    _, model, _, groups = pipeline(name, chunks=chunks, placement=placement)
+    function = get_forward_backward_func(name, own=True)
+    function._channels[id(groups.pp)] = p2p.PipelineChannels(groups.pp, separate=True)
+    found = []
+    for forward_only in (False, False, True, True):
+        carried, send = set[str](), p2p.PipelineChannels.send
+
+        def noted(channels, *args, carried=carried, send=send):
+            carried.add(type(channels).__name__)
+            return send(channels, *args)
+
+        function._channels_of(groups.pp, function._schedule(groups.pp.size(), m, chunks))  # connects, in its own lanes
+        with patch.object(p2p.PipelineChannels, "send", noted):
+            run(function, model, groups, m, forward_only=forward_only)
+        found.append((carried, 0.0 if forward_only else worst_error(model, chunks * groups.pp.size(), m)))
+        for toy in model:
+            toy.weight.grad = toy.bias.grad = None
+    return found
 
 
 def lanes_of_a_layout(pp: int, dp: int) -> list[float]:
