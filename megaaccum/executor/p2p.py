@@ -161,7 +161,7 @@ class HostChannels(PipelineChannels):
     """A pipeline's traffic through host memory, by gloo, so that nothing of it waits on the device.
 
     For a first flush over NCCL. In that the host waits for its device again and again, on every rank: to load a kernel,
-    to make a handle of cuBLAS or a communicator, to get memory. Two ranks that do so at the same time, each behind a
+    to make a handle of cuBLAS or a communicator, to get memory. Two ranks that do so at the same time, each after a
     receive for what the other will send, would wait for ever (`python -m tests.support.queues`).
     """
 

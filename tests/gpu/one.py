@@ -40,6 +40,8 @@ from tests.gpu.spec import Spec, specs
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "gpu.jsonl"
 """Results that are committed; the variable OUT names another folder, where nothing but that folder outlasts a run."""
+GRACE_SECONDS = 3.0
+"""For the other ranks, after one has a result that is not ok."""
 PACKAGES = ("torch", "megatron-core", "deepspeed", "transformer-engine", "megaaccum")
 
 
@@ -56,14 +58,13 @@ def main(argv: list[str]) -> int:
     if args.list:
         print("\n".join(f"{spec.name:<34}{spec.ranks} ranks, {spec.seconds} s" for spec in chosen))
         return 0
-    if args.dry_run:
-        prepare_forks()
+    start = way_to_start(dry=args.dry_run)
     where = conditions(dry=args.dry_run)
     folder = Path(os.environ.get("OUT") or OUT.parent)
     out = args.out or (None if args.dry_run else folder / OUT.name)
     # The committed file too: where only OUT outlasts a run, the lines of earlier runs come back in the tree.
     done = set() if args.again or out is None else passed(out, where) | passed(OUT, where)
-    with Runner(dry=args.dry_run, limit=args.limit) as runner:
+    with Runner(start, dry=args.dry_run, limit=args.limit) as runner:
         results = [_reported(runner, spec, where, out) for spec in chosen if spec.name not in done]
     print(f"{sum(each['ok'] for each in results)} of {len(results)} ok, {len(chosen) - len(results)} passed before")
     return 0 if all(each["ok"] for each in results) else 1
@@ -135,8 +136,8 @@ class Runner:
     """Runs cases, one at a time, on ranks that stay for the next case if it wants as many and the same environment.
     Ends its processes when left."""
 
-    def __init__(self, *, dry: bool, limit: float = math.inf):
-        self._dry, self._limit = dry, limit
+    def __init__(self, start: str, *, dry: bool, limit: float = math.inf):
+        self._start, self._dry, self._limit = start, dry, limit
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> Runner:
@@ -146,13 +147,15 @@ class Runner:
         self._end()
 
     def run(self, spec: Spec) -> dict[str, Any]:
-        """Rank 0's result, or the first that is not ok, or how the ranks ended: after either they are replaced."""
+        """Rank 0's result, or the first that is not ok, or how the ranks ended. Ranks that raised or did not
+        answer are replaced."""
         if self._ranks is None or self._ranks.kind != kind_of(spec):
             self._end()
-            self._ranks = Ranks(spec, "fork" if self._dry else "spawn", dry=self._dry)
-        found = self._ranks.run(spec, min(self._limit, spec.seconds * (4 if self._dry else 1)))
+            self._ranks = Ranks(spec, self._start, dry=self._dry)
+        found, usable = self._ranks.run(spec, min(self._limit, spec.seconds * (4 if self._dry else 1)))
         if not found.get("ok"):
             found["output"] = self._ranks.output()
+        if not usable:
             self._end()
         return found
 
@@ -169,7 +172,7 @@ def kind_of(spec: Spec) -> tuple[int, dict[str, str]]:
 
 class Ranks:
     """The processes of one kind of case. start: `fork` of this one, which has imported the libraries, or `spawn` of
-    interpreters, as CUDA does not survive a fork."""
+    interpreters."""
 
     def __init__(self, spec: Spec, start: str, *, dry: bool):
         self.kind = kind_of(spec)
@@ -187,27 +190,31 @@ class Ranks:
             self._pipes.append(pipe)
             self._processes.append(process)
 
-    def run(self, spec: Spec, seconds: float) -> dict[str, Any]:
-        """Rank 0's result once all are ok; else the first that is not, or that a rank ended, or that time is up."""
+    def run(self, spec: Spec, seconds: float) -> tuple[dict[str, Any], bool]:
+        """Rank 0's result if all are ok, else the first that is not, or that a rank ended, or that time is up; and
+        whether the ranks can take another case."""
         end, results = time.monotonic() + seconds, dict[int, dict[str, Any]]()
+        failed: dict[str, Any] | None = None
         for pipe in self._pipes:
             pipe.send(spec)
         while len(results) < len(self._pipes):
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready and failed is not None:
+                return failed, False
             if not ready:
                 self._note_stacks()
-                return {"ok": False, "problem": f"not done in {seconds:g} s"}
+                return {"ok": False, "problem": f"not done in {seconds:g} s"}, False
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
-                    return {"ok": False, "problem": f"rank {rank} ended with {self._processes[rank].exitcode}"}
-                if not results[rank].get("ok"):
-                    return results[rank]
-        return results[0]
+                    return {"ok": False, "problem": f"rank {rank} ended with {self._processes[rank].exitcode}"}, False
+                if not results[rank].get("ok") and failed is None:  # the others may be waiting for this rank
+                    failed, end = results[rank], min(end, time.monotonic() + GRACE_SECONDS)
+        return failed or results[0], "where" not in (failed or {})
 
     def _note_stacks(self) -> None:
         """Has each rank write the stacks of its threads into its output."""
@@ -227,12 +234,27 @@ class Ranks:
         self._folder.cleanup()
 
 
-def prepare_forks() -> None:
-    """Import the libraries, without a GPU, in the process that a dry run forks."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def way_to_start(*, dry: bool) -> str:
+    """Import the libraries in this process, which ranks are then forked of: it takes 16 seconds on an H200's machine.
+    Returns `fork`, or `spawn` where an import has started CUDA, which does not survive a fork."""
+    if dry:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megaaccum.distributed import preload
 
     preload.libraries()
+    if dry:
+        return "fork"
+    sys.stdout.flush()
+    child = multiprocessing.get_context("fork").Process(target=_use_the_gpu, daemon=True)
+    child.start()
+    child.join(60)
+    return "fork" if child.exitcode == 0 else "spawn"
+
+
+def _use_the_gpu() -> None:
+    import torch
+
+    torch.ones(1, device="cuda").sum().item()
 
 
 def _environment(spec: Spec, rank: int, folder: Path) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 python -m tests.gpu.page        writes it
 
-The lines of a file are of one commit, whose code is that of the page's own, or the page is not written.
+The lines of dry runs are of one commit, whose code is that of the page's own, or the page is not written. Those of GPUs,
+which are rare, are of the commits that the table names.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ BEGIN, END = "<!-- results: python -m tests.gpu.page -->\n", "<!-- end of result
 
 
 def main() -> int:
-    for out in (OUT, DRY):
-        refuse_other_code(out, last_lines(out))
+    refuse_other_code(DRY, last_lines(DRY))
     PAGE.write_text(written(PAGE.read_text(), last_lines(OUT), last_lines(DRY)))
     return 0
 

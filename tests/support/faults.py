@@ -63,7 +63,7 @@ def _spoil(output, fault: Fault):
     gradient's."""
     if isinstance(output, tuple):
         return (_spoil(output[0], fault), *output[1:])
-    at = torch.tensor([0])
+    at = torch.zeros(1, dtype=torch.long, device=output.device)
     if fault.forward:
         return output.index_fill(-1, at, fault.value)
     output.register_hook(lambda grad: grad.index_fill(-1, at, fault.value))

@@ -59,6 +59,12 @@ def merged(*texts: str) -> list[str]:
     return [word for name, values in flags.items() for word in ("--" + name, *values)]
 
 
+def lane_flags(lane: str, *flags: str) -> str:
+    """The precision of a lane, beside other flags, which may give one. Without any a run is in BF16 on a GPU."""
+    given = any(f"--{key}" in each for each in flags for key in precision.KEYS)
+    return "--params_dtype fp32" if lane == "fp32" and not given and cpu.has_accelerator() else LANE[lane]
+
+
 @dataclass(frozen=True)
 class Case:
     """A layout and the model it holds, as command-line flags. `model`: those that one process gets too. `lane`: fp64 is
@@ -72,10 +78,7 @@ class Case:
     def flags(self) -> list[str]:
         engine = self.lane != "fp64" and "--backend" not in self.layout
         buckets = "--reduce_bucket_size 20000" if engine else ""  # several buckets per stage
-        given = any(f"--{key}" in f"{self.model} {self.layout}" for key in precision.KEYS)
-        # Where there is a GPU, a run that gives no precision is in BF16.
-        lane = "--params_dtype fp32" if self.lane == "fp32" and not given and cpu.has_accelerator() else LANE[self.lane]
-        return merged(MODEL, buckets, lane, self.model, self.layout)
+        return merged(MODEL, buckets, lane_flags(self.lane, self.model, self.layout), self.model, self.layout)
 
     def plan(self):
         from megaaccum import config
@@ -306,7 +309,7 @@ def one_process(model_flags: str, dtype: str):
     from megaaccum.distributed import groups
     from megaaccum.model import gpt
 
-    flags = merged(MODEL, f"--num_chunks 1 {LANE[dtype]}", model_flags)
+    flags = merged(MODEL, f"--num_chunks 1 {lane_flags(dtype, model_flags)}", model_flags)
     plan = config.resolve(load(None, flags), world_size=1)
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)

@@ -172,10 +172,16 @@ class Ran:
     fused: int
 
 
+def take_own_lanes(function, pp) -> None:
+    """Give the executor the lanes that it has over NCCL, over gloo."""
+    from megaaccum.executor.p2p import PipelineChannels
+
+    function._channels[id(pp)] = PipelineChannels(pp, separate=True)
+
+
 def executed(name: str, m: int, chunks: int, placement: str, separate: bool = False) -> Ran:
     """Two flushes of `name` by megaaccum's executor, gradients of the second alone. separate: in lanes of their own."""
     from megaaccum import get_forward_backward_func
-    from megaaccum.executor.p2p import PipelineChannels
 
     _, model, notes, groups = pipeline(name, chunks=chunks, placement=placement)
     fused = []
@@ -187,7 +193,7 @@ def executed(name: str, m: int, chunks: int, placement: str, separate: bool = Fa
 
     function = get_forward_backward_func(name, own=True, fused=run_fused, allow_underfilled_pipeline=True)
     if separate:
-        function._channels[id(groups.pp)] = PipelineChannels(groups.pp, separate=True)
+        take_own_lanes(function, groups.pp)
     run(function, model, groups, m)
     for toy in model:
         toy.weight.grad = toy.bias.grad = None
@@ -210,7 +216,7 @@ def ways(name: str, m: int, chunks: int, placement: str) -> list[tuple[set[str],
 
     _, model, _, groups = pipeline(name, chunks=chunks, placement=placement)
     function = get_forward_backward_func(name, own=True)
-    function._channels[id(groups.pp)] = p2p.PipelineChannels(groups.pp, separate=True)
+    take_own_lanes(function, groups.pp)
     found = []
     for forward_only in (False, False, True, True):
         carried, send = set[str](), p2p.PipelineChannels.send

@@ -30,7 +30,7 @@ def test_one_case_of_each_kind_comes_first_and_few_processes_are_started():
     first = {each.group for each in every[: len(spec.FIRST)]}
     assert first >= {"env", "smoke", "sync", "doors", "twohosts", "mfu", "layer", "memory"}
     starts = 1 + sum(one.kind_of(a) != one.kind_of(b) for a, b in itertools.pairwise(every))
-    assert starts <= 14, "each costs a GPU about 20 seconds of imports"
+    assert starts <= 14, "each costs a GPU about 20 seconds of imports where ranks cannot be forked"
 
 
 def test_a_name_that_is_none_is_refused():
@@ -44,7 +44,7 @@ def test_a_case_that_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         one.Runner, "run", lambda self, case: ran.append(case.name) or {"ok": case.name != "lanes", "n": 1}
     )
-    monkeypatch.setattr(one, "prepare_forks", lambda: None)
+    monkeypatch.setattr(one, "way_to_start", lambda *, dry: "fork")
     command = ["--dry-run", "probe", "lanes", "--out", str(tmp_path / "out.jsonl")]
     assert (one.main(command), ran) == (1, ["probe", "lanes"])
     assert (one.main(command), ran[2:]) == (1, ["lanes"])
@@ -72,6 +72,10 @@ def is_wrong(*, dry: bool) -> dict:
     return {"ok": False, "error": 1.0}
 
 
+def is_wrong_everywhere(*, dry: bool) -> dict:
+    return {"ok": False, "error": 1.0}
+
+
 def is_right(*, dry: bool) -> dict:
     return {"ok": True, "process": os.getpid(), "rank": os.environ["RANK"]}
 
@@ -84,7 +88,7 @@ def case(function: str, **more: str) -> spec.Spec:
 def runner(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(one, "join_ranks", lambda *, dry: None)
     monkeypatch.setattr(one, "outcome", lambda spec, *, dry: spec.load()(dry=dry))
-    with one.Runner(dry=True) as runner:
+    with one.Runner("fork", dry=True) as runner:
         yield runner
 
 
@@ -110,3 +114,9 @@ def test_a_hang_and_a_failure_are_lines_like_others(runner: one.Runner, function
     assert found == {"ok": False, **told}
     assert ("what it says" in "".join(said)) == (function == "is_wrong")
     assert runner.run(case("is_right"))["process"] != before
+
+
+def test_ranks_that_all_answered_stay(runner: one.Runner):
+    before = runner.run(case("is_right"))["process"]
+    assert runner.run(case("is_wrong_everywhere"))["error"] == 1.0
+    assert runner.run(case("is_right"))["process"] == before
