@@ -24,7 +24,7 @@ from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
 from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
 from megaaccum.sharding.cold_experts import ColdExperts
-from megaaccum.sharding.fp32_sums import Fp32Sums
+from megaaccum.sharding.fp32_sums import Fp32Sums, SumsOfKernels
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
@@ -71,9 +71,11 @@ class DeepSpeedBackend(AccumulatingBackend):
         self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)
         self._reducing = False
         self._hooks: list[pytorch.OnGradient] = []
-        self._hears_each = self._looks_at_each_microbatch(plan)
+        fused = bool(getattr(getattr(chunks[0], "config", None), "gradient_accumulation_fusion", False))
+        self._kernel_sums = SumsOfKernels(self.driver.params) if fused else None
+        self._hears_each = fused or self._looks_at_each_microbatch(plan)
         self._accumulate_in = accumulate_in
-        rounded = [param for param in self.driver.params if param.dtype != accumulate_in]
+        rounded = [param for param in self.driver.params if param.dtype != accumulate_in and not fused]
         for param in rounded:
             param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
         self.fp32_sums: Fp32Sums | None = None
@@ -121,8 +123,9 @@ class DeepSpeedBackend(AccumulatingBackend):
         self.at_owners.begin()
         for param in self.driver.params:
             param.grad = None
-        if self.fp32_sums is not None:
-            self.fp32_sums.begin()
+        for sums in (self.fp32_sums, self._kernel_sums):
+            if sums is not None:
+                sums.begin()
 
     def finish_reduction(self) -> None:
         self._cold.end_step()
@@ -183,7 +186,8 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.driver.tensors()
-        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
+        kernels = self._kernel_sums.tensors() if self._kernel_sums is not None else []
+        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kernels]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     # --- gradients ---
@@ -208,6 +212,8 @@ class DeepSpeedBackend(AccumulatingBackend):
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._cold.params:
             self._cold.offload(param)
+        if self._kernel_sums is not None:
+            self._kernel_sums.add(param)
         if not self.sums.accept(param) or not self._syncing:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
@@ -222,6 +228,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         if id(param) in self._cold.params:
             self._cold.bring_back(param)
         self.sums.give_back(param)
+        if self._kernel_sums is not None:
+            self._kernel_sums.give_back(param)
         if param.grad is None:
             param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
         self._show(self._names[id(param)], param, param.grad)

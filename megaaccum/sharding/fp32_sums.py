@@ -75,3 +75,38 @@ class Fp32Sums:
             self._hooks.pop(id(param)).remove()
             if self.is_used_once(param, seen=False):
                 param.grad_dtype = None
+
+
+class SumsOfKernels:
+    """FP32 sums to which products of weight gradients are added by their own kernel (gradient_accumulation_fusion): 8
+    bytes per parameter and micro-batch.
+
+    The contract is that of Megatron's DDP: `weight.main_grad` is the sum; a layer that has added to it sets
+    `grad_added_to_main_grad` and gives autograd a gradient in its place, of which nothing counts unless
+    `zero_out_wgrad` makes it zeros, for a weight that has other uses too. Any other gradient is added here.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter]):
+        self.params: list[Any] = list(params)
+        for param in self.params:
+            param.main_grad, param.grad_dtype = None, None  # a gradient stays in its precision until it is added
+
+    def begin(self) -> None:
+        """The sums are zero."""
+        for param in self.params:
+            param.main_grad = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+            param.grad_added_to_main_grad = False
+
+    def add(self, param: Any) -> None:
+        """Add what autograd has brought, unless it is there in place of what a kernel has added."""
+        if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
+            param.main_grad.add_(param.grad)
+        param.grad = None
+
+    def give_back(self, param: Any) -> None:
+        """Put the parameter's sum into `param.grad`."""
+        param.grad, param.main_grad = param.main_grad, None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The sums that are held."""
+        return [param.main_grad for param in self.params if param.main_grad is not None]

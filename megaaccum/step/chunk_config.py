@@ -10,13 +10,13 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
+from megaaccum.config.rules.model import unfit_for_fusion
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems, parameter_problems
-from megaaccum.schedule.registry import by_executor
 from megaaccum.sharding import DRIVEN, experts
 
 if TYPE_CHECKING:
@@ -172,14 +172,9 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
         for name in HOOKS
         if getattr(config, name, None) is not None
     ]
-    sharding = plan.config.sharding
-    fuses = sharding.backend == "megatron" and not by_executor(plan.layout.schedule) and sharding.reproducible == "none"
-    if getattr(config, "gradient_accumulation_fusion", False) and not fuses:
-        problems.append(
-            "gradient_accumulation_fusion adds weight gradients to main_grad, which is read by backend megatron under"
-            " 1f1b or interleaved, without reproducible: layout: build the chunks with"
-            " gradient_accumulation_fusion=False, or set these"
-        )
+    if getattr(config, "gradient_accumulation_fusion", False):
+        unfit = unfit_for_fusion(plan.config.sharding, plan.layout.schedule)
+        problems += [f"{unfit}: build the chunks with gradient_accumulation_fusion=False"] if unfit else []
     sizes = {
         "tensor_model_parallel_size": plan.layout.tp,
         "pipeline_model_parallel_size": plan.layout.pp,

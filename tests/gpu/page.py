@@ -2,7 +2,7 @@
 
 python -m tests.gpu.page        writes it
 
-The lines of dry runs are of one commit, whose code is that of the page's own, or the page is not written. Those of GPUs,
+The lines of dry runs are of one commit with the code of the page's own, or the page is not written. Those of GPUs,
 which are rare, are of the commits that the table names.
 """
 

@@ -132,11 +132,13 @@ def bits_in_layouts(*, dry: bool) -> Found:
 
 def beside_megatron(*, layout: str, dry: bool) -> Found:
     """Seconds of a step of ours and of Megatron's own (its schedule, DistributedDataParallel and distributed optimizer,
-    nothing of this package in a step), in alternating blocks; first losses agree."""
-    rig, batch = _large(layout, "1.2B", dry=dry)
+    nothing of this package in a step), in alternating blocks; first losses agree. Both add weight gradients in their
+    product where the kernel is there."""
+    fusion = " --gradient_accumulation_fusion" if _has_fusion() else ""
+    rig, batch = _large(layout + fusion, "1.2B", dry=dry)
     held = _allocated().get("allocated", 0)
     on_device = [{name: each.to(cpu.device()) for name, each in one.items()} for one in batch]
-    bare = _Megatron(rig)
+    bare = _Megatron(rig, fusion)
     losses = rig.train_step.train(batch, step=0).loss, bare.step(on_device)
     ours, theirs = list[float](), list[float]()
     for block in range(2 if dry else 5):
@@ -145,22 +147,27 @@ def beside_megatron(*, layout: str, dry: bool) -> Found:
         theirs += _timed(lambda: bare.step(on_device), 1 if dry else 2, warm)
     medians = statistics.median(ours), statistics.median(theirs)
     found = {"ok": abs(losses[0] - losses[1]) < 1e-2 * losses[1], "losses": losses, "seconds": medians}
-    return found | {"ratio": medians[0] / medians[1], "ours held": held, "fused": bare.fused} | _allocated()
+    return found | {"ratio": medians[0] / medians[1], "ours held": held, "fused": bool(fusion)} | _allocated()
+
+
+def _has_fusion() -> bool:
+    """Whether Megatron has its kernel for weight gradients, which apex brings."""
+    from megatron.core.tensor_parallel import layers
+
+    return bool(layers._grad_accum_fusion_available) and cpu.has_accelerator()
 
 
 class _Megatron:
-    """A model as that of `rig`, with Megatron's own parts around it."""
+    """A model as that of `rig`, with Megatron's own parts around it. fusion: the flag of fused accumulation, or ''."""
 
-    def __init__(self, rig: Rig):
+    def __init__(self, rig: Rig, fusion: str):
         from megatron.core import distributed
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel import layers
 
         from megaaccum.model import gpt
 
-        self.fused = bool(layers._grad_accum_fusion_available) and cpu.has_accelerator()
-        more = f"--backend megatron{' --gradient_accumulation_fusion' * self.fused}"
+        more = f"--backend megatron{fusion}"
         plan = replace(rig.case, layout=f"--pp_microbatches {rig.plan.batch.num_microbatches} {more}").plan()
         (chunk,) = gpt.build_chunks(plan, rig.groups, vocab_size=61)
         settings = distributed.DistributedDataParallelConfig(

@@ -169,18 +169,19 @@ def wrong_models() -> dict[str, str]:
     from megaaccum import initialize
 
     megatron = KEYS | dict(sharding=dict(backend="megatron"))
+    streaming = KEYS | dict(sharding=dict(zero_stage=3, sync="streaming"))
     return {
         "again": another_engines(),
         "megatron": said(lambda: engine(keys=megatron, optimizer=with_momentum)),
         "batch norm": said(lambda: engine(with_norm)),
         "scalar": said(lambda: engine(with_scalar)),
         "wrapped": said(lambda: engine(wrapped)),
-        "list": said(lambda: engine(with_a_list, KEYS | dict(sharding=dict(zero_stage=3, sync="streaming")))),
+        "list": said(lambda: engine(with_a_list, streaming)),
         "names": said(lambda: engine(of_no_stage)),
         "dtypes": said(lambda: engine(of_two_dtypes)),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
         "two chunks": said(lambda: engine(lambda rank: [chunk_of(rank), chunk_of(rank)])),
-        "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True))),
+        "fusion": said(lambda: engine(lambda rank: chunk_of(rank, gradient_accumulation_fusion=True), streaming)),
         "hook": said(lambda: engine(lambda rank: chunk_of(rank, no_sync_func=lambda: None))),
         "sizes": said(lambda: engine(lambda rank: chunk_of(rank, 3) if rank == 0 else chunk_of(1))),
         "no optimizer": said(lambda: engine(optimizer=None)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
-from megaaccum.config.schema import Config
+from megaaccum.config.schema import Config, ShardingConfig
 from megaaccum.errors import either, nearest_divisors, nearest_multiples
 from megaaccum.schedule.registry import by_executor
 
@@ -104,16 +104,33 @@ def cannot_pack(config: Config) -> Iterator[str]:
             )
 
 
+def unfit_for_fusion(sharding: ShardingConfig, schedule: str) -> str | None:
+    """Why a kernel may not add weight gradients to the FP32 sum on its own, or None if it may."""
+    others = {
+        f"backend is {sharding.backend}": sharding.backend not in ("deepspeed", "megatron"),
+        f"schedule is {schedule}": by_executor(schedule),
+        f"sync is {sharding.sync}": sharding.sync == "streaming",
+        f"reproducible is {sharding.reproducible}": sharding.reproducible != "none",
+        "cold_expert_offload is true": sharding.cold_expert_offload,
+        f"grad_accum_dtype is {sharding.grad_accum_dtype}": sharding.grad_accum_dtype != "fp32",
+    }
+    found = [what for what, is_so in others.items() if is_so]
+    if not found:
+        return None
+    return (
+        "gradient_accumulation_fusion adds weight gradients to one FP32 sum for all micro-batches, which backends"
+        " deepspeed and megatron have under 1f1b or interleaved, with sync resident, reproducible none, and"
+        f" grad_accum_dtype fp32 ({', '.join(found)})"
+    )
+
+
 def kernels(subject: Subject) -> Iterator[str]:
     """A fused kernel exists for this model and backend."""
     model, sharding = subject.model, subject.sharding
-    own = by_executor(subject.schedule)
-    if model.gradient_accumulation_fusion and (own or sharding.backend != "megatron"):
+    if model.gradient_accumulation_fusion and (problem := unfit_for_fusion(sharding, subject.schedule)):
         yield (
-            "gradient_accumulation_fusion adds weight gradients to the buffer of Megatron's DDP, which is there with"
-            f" backend megatron under 1f1b or interleaved alone (backend is {sharding.backend}, schedule"
-            f" {subject.schedule}): leave it out. Without it each weight gradient is written in"
-            f" {sharding.params_dtype} and added by a kernel of its own: 12 bytes per parameter and micro-batch, not 8."
+            f"{problem}: leave it out. Without it each weight gradient is written in {sharding.params_dtype} and added"
+            " by a kernel of its own: 12 bytes per parameter and micro-batch, not 8."
         )
     if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":
         yield (

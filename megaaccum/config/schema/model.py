@@ -163,8 +163,8 @@ class ModelConfig:
     """The loss over the vocabulary with its intermediate results in one buffer; BF16 alone, to which its gradient is
     rounded."""
     gradient_accumulation_fusion: Annotated[bool, Facts(core=True)] = False
-    """Weight gradients are added to the FP32 buffer by their own matrix product, on a GPU with Transformer Engine or
-    apex: backend megatron under Megatron's own schedules."""
+    """Weight gradients are added to the FP32 sum by their own matrix product, on a GPU with Transformer Engine or apex:
+    backends deepspeed and megatron under Megatron's own schedules."""
     moe_permute_fusion: Annotated[bool, Facts(needs="num_experts", core=True)] = False
     """Tokens are sorted to experts and back by Transformer Engine's kernels."""
     moe_router_fusion: Annotated[bool, Facts(needs="num_experts", core=True)] = False

@@ -79,12 +79,23 @@ BROKEN: list[Case] = [
         ),
         ["recompute_num_layers 2", "one by one", "recompute_num_layers to 1"],
     ),
-    ("kernels", 1, dict(gradient_accumulation_fusion=True), ["backend is deepspeed", "12 bytes per parameter"]),
+    (
+        "kernels",
+        1,
+        dict(gradient_accumulation_fusion=True, backend="ddp"),
+        ["backend is ddp)", "12 bytes per parameter"],
+    ),
+    (
+        "kernels",
+        1,
+        dict(gradient_accumulation_fusion=True, sync="streaming", deterministic=True),
+        ["(sync is streaming)", "leave it out"],
+    ),
     (
         "kernels",
         2,
         PP2 | dict(gradient_accumulation_fusion=True, backend="megatron", schedule="zb-h1"),
-        ["schedule zb-h1", "leave it out"],
+        ["(schedule is zb-h1)", "leave it out"],
     ),
     (
         "kernels",
