@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
     """Kind of a model's layers. impl: a value of `transformer_impl`. fused_attention: attention saves no scores.
-    delays_wgrad: Transformer Engine's layers leave weight gradients to the schedule."""
+    delays_wgrad: Transformer Engine's layers leave weight gradients to the schedule. on_gpu: kernels are fused."""
 
     impl: Literal["local", "transformer_engine"]
     fused_attention: bool
     delays_wgrad: bool = False
+    on_gpu: bool = False
 
     @property
     def local(self) -> bool:
@@ -38,13 +39,13 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
     splits = by_executor(config.parallel.schedule) if splits is None else splits
     if _uses_te(config, splits, has_te):
         fused = model.attention_backend != "unfused"
-        return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits)
+        return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits, on_gpu=on_gpu)
     # Windows, and softmaxes with an offset, are made of whole scores by Megatron's own core of attention.
     whole = bool(config.megatron.keys() & {"window_size", "softmax_type"})
     cut = max(config.parallel.context_parallel_size, config.sharding.reproducible_context_blocks or 1) > 1
     wanted = "fused" if (on_gpu or cut) and not whole else "unfused"
     asked = model.attention_backend if model.attention_backend != "auto" else wanted
-    return Layers(impl="local", fused_attention=asked != "unfused")
+    return Layers(impl="local", fused_attention=asked != "unfused", on_gpu=on_gpu)
 
 
 def _uses_te(config: Config, splits: bool, has_te: bool) -> bool:

@@ -26,6 +26,8 @@ class Kernels:
     local: bool = False
     """Megatron's local layers on torch's own operators, instead of Transformer Engine's. They keep more tensors, and
     predictions are upper bounds."""
+    on_gpu: bool = True
+    """Local layers have a GPU's fused kernels: RMSNorm keeps its input once, a gated activation what it is made of."""
     flash: bool = True
     """Attention keeps no scores (arXiv 2205.14135)."""
     matmul_element: float | None = None
@@ -102,8 +104,9 @@ def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> La
 def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, *, moe: bool) -> LayerBytes:
     """Upper bound of what a local layer keeps (megatron-core 0.19), with torch's fused attention or with scores.
 
-    A norm keeps its input (RMSNorm twice) and two statistics, a dropout its noise as an activation, attention copies of
-    rotated and repeated queries, keys and values, and a gated MLP both factors of each product.
+    A norm keeps its input (on a CPU RMSNorm twice) and two statistics, a dropout its noise as an activation, attention
+    copies of rotated and repeated queries, keys and values, and a gated MLP both factors of each product unless they
+    are one kernel.
     """
     t, element, hidden = tokens(model, at), kernels.element, model.hidden_size
     queries, groups = (
@@ -119,9 +122,11 @@ def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, 
         attention = whole * hidden * element + t * inside / at.tp + rotation + far
     per_score = max(4.0, element) + element * (2 if model.attention_dropout else 1)
     scores = t * model.seq_length * model.num_attention_heads / at.tp * per_score + float(model.seq_length) ** 2
-    width = (model.ffn_hidden_size or 0) * (5 if model.swiglu else 2)
+    gated = 3 if kernels.on_gpu and model.bias_swiglu_fusion else 5
+    width = (model.ffn_hidden_size or 0) * (gated if model.swiglu else 2)
+    twice = model.normalization == "RMSNorm" and not kernels.on_gpu
     return LayerBytes(
-        norms=2 * whole * (hidden * (2 if model.normalization == "RMSNorm" else 1) + 2) * element + noise,
+        norms=2 * whole * (hidden * (2 if twice else 1) + 2) * element + noise,
         attention=attention,
         scores=0 if kernels.flash else scores,
         mlp=_experts(model, at, kernels) if moe else whole * hidden * element + t * width / at.tp * element,

@@ -181,6 +181,7 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *,
     kernels = Kernels(
         element=int(element),
         local=made_of.local,
+        on_gpu=made_of.on_gpu,
         flash=made_of.fused_attention,
         matmul_element=1.0 if in_fp8 else None,
         recompute_modules=modules,

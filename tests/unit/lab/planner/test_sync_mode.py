@@ -11,6 +11,7 @@ from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import footprint, sync_mode
 from megaaccum.lab.planner.hardware import usual_usage
+from megaaccum.model import layers
 from megaaccum.units import GIB
 from tests.support.configs import make, plan
 
@@ -134,3 +135,18 @@ def test_every_policy_has_a_row_and_the_chosen_one_is_among_them() -> None:
         names = [str(row.mode) for row in sync_mode.Forecast(each, 1000).every()]
         assert len(names) == len(set(names)) == 10
         assert str(footprint.chosen(each)) in names
+
+
+def test_a_step_on_an_h200_took_what_is_predicted() -> None:
+    """docs/benchmarks/gpu.jsonl, case `memory 1.2B resident`, in Megatron's local layers."""
+    shape = dict(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=4096, vocab_size=61, swiglu=True)
+    shape |= dict(normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False)
+    shape |= dict(hidden_dropout=0.0, attention_dropout=0.0)
+    keys = shape | dict(untie_embeddings_and_output_weights=True, micro_batch_size=2, bf16=True)
+    keys |= dict(pp_microbatches=8, reduce_bucket_size=50_000_000, sync="resident")
+    on_gpu = layers.Layers(impl="local", fused_attention=True, on_gpu=True)
+    found = plan(1, **keys)
+    predicted = sync_mode.Forecast(found, 61, layers=on_gpu).predict(footprint.chosen(found))
+    assert predicted.held == pytest.approx(41_606_505_472, rel=1e-3)
+    on_cpu = sync_mode.Forecast(found, 61, layers=replace(on_gpu, on_gpu=False)).predict(footprint.chosen(found))
+    assert on_cpu.held > 1.1 * predicted.held, "a CPU's kernels keep more"
