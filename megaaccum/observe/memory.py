@@ -11,6 +11,7 @@ whose shapes are those of every step; on a GPU activations are what the allocato
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,12 @@ cold experts' gradients.
 
 SUMS = {"parameters": ("parameters_whole", "parameters_shard"), "gradients": ("gradients_whole", "gradients_shard")}
 """Kinds that are the sum of others at one moment."""
+
+RETRIED = (
+    "megaaccum: the GPU's memory is nearly full: the allocator gave its cache back and tried again. The host then waits"
+    " for the whole device, which costs time, and under a V schedule a step hangs if two ranks do so at once: lower"
+    " micro_batch_size, or set recompute_granularity"
+)
 
 _STEPS_APART = 10
 """Steps from one measurement of a backend's tensors to the next, if the last two found the same."""
@@ -233,12 +240,20 @@ class Activations:
 
         if self._counted is None:
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.max_memory_allocated()
+        before, retried = torch.cuda.max_memory_allocated(), _num_retries()
         yield
         peak = torch.cuda.max_memory_allocated()
+        if _num_retries() > retried:
+            warnings.warn(RETRIED, stacklevel=2)
         if self._counted is None or peak > before:
             self._counted = max(0, peak - marks.on_device)
         marks.note("activations", self._counted)
+
+
+def _num_retries() -> int:
+    import torch
+
+    return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
 
 class _SavedTensor:

@@ -1,10 +1,11 @@
 """High-water marks, and the ledger of what autograd keeps."""
 
+import warnings
 import weakref
 
 import torch
 
-from megaaccum.observe.memory import Activations, HighWater, Ledger, bytes_by_kind
+from megaaccum.observe.memory import RETRIED, Activations, HighWater, Ledger, bytes_by_kind
 from megaaccum.platform import cpu
 from megaaccum.upstream import pytorch
 
@@ -91,7 +92,7 @@ class Allocator:
     """The part of torch.cuda that counts bytes."""
 
     def __init__(self) -> None:
-        self.now = self.peak = self.resets = 0
+        self.now = self.peak = self.resets = self.retries = 0
 
     def allocate(self, size: int) -> None:
         self.now += size
@@ -103,12 +104,15 @@ class Allocator:
     def max_memory_allocated(self) -> int:
         return self.peak
 
+    def memory_stats_as_nested_dict(self) -> dict[str, int]:
+        return {"num_alloc_retries": self.retries}
+
 
 def test_on_a_gpu_activations_are_what_nothing_else_holds(monkeypatch):
     """Parameters are counted once, though their whole and sharded parts have marks of their own."""
     allocator, marks, activations = Allocator(), HighWater(), Activations([])
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
-    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_stats_as_nested_dict"):
         monkeypatch.setattr(torch.cuda, name, getattr(allocator, name))
     held = {"parameters_whole": 100, "parameters_shard": 50, "gradients_whole": 200, "optimizer": 300, "buffers": 10}
     allocator.allocate(sum(held.values()))
@@ -125,6 +129,20 @@ def test_on_a_gpu_activations_are_what_nothing_else_holds(monkeypatch):
     assert step(60) == 77
     assert step(90) == 90
     assert allocator.resets == 1, "the peak is the user's too"
+
+
+def test_an_allocation_that_is_tried_again_is_named(monkeypatch):
+    """It waits for the whole device, which two ranks under a V schedule do not survive."""
+    allocator, activations = Allocator(), Activations([])
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_stats_as_nested_dict"):
+        monkeypatch.setattr(torch.cuda, name, getattr(allocator, name))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for retries in (0, 2, 0):
+            with activations.watching(HighWater()):
+                allocator.retries += retries
+    assert [str(each.message) for each in said] == [RETRIED]
 
 
 def test_a_watched_send_is_not_kept():
