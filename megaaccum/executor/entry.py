@@ -210,7 +210,7 @@ class ForwardBackward:
             forward_only=call.forward_only,
         )
         splitting = [layer for chunk in call.chunks for layer in self._installed[chunk]]
-        return Flush(schedule, pp.rank(), call, mail, self._fused, splitting)
+        return Flush(schedule, pp.rank(), call, mail, self._fused, splitting, shapes)
 
     def _end(self, flush: Flush) -> list[Any]:
         """Record the flush and hand it to Megatron's finalize_model_grads_func."""

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megaaccum.errors import FlushError
+from megaaccum.errors import ConfigError, FlushError
 from megaaccum.executor.hooks import Hooks
 from megaaccum.executor.p2p import Mail
 from megaaccum.executor.passes import (
@@ -60,11 +60,12 @@ class Flush:
         mail: Mail,
         fused: FusedPass | None = None,
         splitting: Sequence[torch.nn.Module] = (),
+        shapes: Sequence[tuple[int, ...]] = (),
     ):
         """fused: runs a fused pair, default: forward, then backward. splitting: layers that split their own
-        backward."""
+        backward. shapes: of the activations of each micro-batch that are sent to another rank."""
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
-        self._fused, self._config, self._splitting = fused, call.config, splitting
+        self._fused, self._config, self._splitting, self._shapes = fused, call.config, splitting, shapes
         self._hooks = Hooks(schedule, rank, call.config, call.chunks, call.backend)
         self._passes = choose_passes(call)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
@@ -247,12 +248,15 @@ class Flush:
         return tensor
 
     def pass_on(self, kind: str, stage: int, microbatch: int, tensor: torch.Tensor, *, to: int) -> None:
-        """Give the activation (kind F) or gradient (B) that `stage` made to stage `to`, on this rank or another."""
+        """Give the activation (kind F) or gradient (B) that `stage` made to stage `to`, on this rank or another. Raises
+        ConfigError for an activation that its receiver would take for another."""
         owner = self.schedule.rank_of_stage[to]
         if owner == self.rank:
             self._passed_on[kind, stage, microbatch] = tensor
-        else:
-            self.mail.send(tensor.contiguous(), owner, kind)
+            return
+        if kind == "F" and (problem := unfit(tensor, self._shapes[microbatch], self._config.pipeline_dtype)):
+            raise ConfigError(f"stage {stage} {problem}")
+        self.mail.send(tensor.contiguous(), owner, kind)
 
     # --- failures ---
 
@@ -277,6 +281,16 @@ class Flush:
             f"{where}, in {at}, waited for the {what} of stage {stage}, micro-batch {microbatch}, from pipeline rank"
             f" {owner}, and it did not come{because}"
         )
+
+
+def unfit(output: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Why a stage's output cannot be sent, or None if it can: a receive takes whatever bytes come."""
+    if output.dtype is dtype and output.shape == shape:
+        return None
+    return (
+        f"returns {list(output.shape)} of {output.dtype}, but stages send [sequence, micro-batch, hidden] ="
+        f" {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"
+    )
 
 
 def choose_passes(call: Call) -> ModulePasses | PlanPasses:

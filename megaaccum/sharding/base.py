@@ -271,10 +271,10 @@ class AccumulatingBackend(ShardingBackend):
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside stay on this rank; those after it are final in the step's last flush."""
         self._set_syncing(False)
-        try:
-            yield
-        finally:
-            self._set_syncing(self._last_flush)
+        # No `finally`: Megatron's schedules drop a context that they have entered (an evaluation, a flush that fails),
+        # and Python would run it whenever it collects that one, in the middle of a later flush.
+        yield
+        self._set_syncing(self._last_flush)
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         self._set_syncing(False)

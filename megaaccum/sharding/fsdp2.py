@@ -179,11 +179,9 @@ class Fsdp2Backend(ShardingBackend):
     def no_sync_func(self) -> Iterator[None]:
         """Gradients of the backwards inside are not summed over ranks (streaming: over replicas). Chunks leave it one
         by one, the last chunk first. (Under a split backward `before_weight_grad` says when a chunk's last comes.)"""
-        try:
-            yield
-        finally:
-            if self._last_flush and self._waiting and not self._splits:
-                self.expect_last_backward(self._waiting.pop())
+        yield  # without `finally`, as in base.py
+        if self._last_flush and self._waiting and not self._splits:
+            self.expect_last_backward(self._waiting.pop())
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megaaccum.errors import StepError
+from megaaccum.executor.executor import unfit
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.upstream import pytorch
@@ -81,12 +82,10 @@ class ForwardStep:
         shape, dtype = self._sent[index], config.pipeline_dtype
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"chunk {number} has to return a tensor to send, but returned {type(output).__name__}")
-        if output.dtype is dtype and output.shape == shape:
+        problem = unfit(output, shape, dtype)
+        if problem is None:
             return output.contiguous()
-        self._tally.problem = self._tally.problem or StepError(
-            f"chunk {number} returns {list(output.shape)} of {output.dtype}, but stages send [sequence, micro-batch,"
-            f" hidden] = {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"
-        )
+        self._tally.problem = self._tally.problem or StepError(f"chunk {number} {problem}")
         return output.new_zeros(shape, dtype=dtype) + _nothing(output)[0].to(dtype)
 
     def _begins(self, at: tuple[int, int]) -> None:

@@ -450,10 +450,11 @@ class TrainStep:
 
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
-        any rank is raised on every rank."""
+        any rank is raised on every rank, and StepError for weights that are negative or not numbers."""
         self._agree_on_call("evaluate", problem, num_microbatches=len(microbatches))
         tally = self.forward(self.batch_of(microbatches))
-        total, weight = sums_over_ranks(world_sums.counted(self.groups, tally.sums()))
+        total, weight, bad = sums_over_ranks(world_sums.counted(self.groups, [*tally.sums(), tally.faults()[0]]))
+        world_sums.refuse_weights(bad)
         return total / (weight or 1.0), weight
 
     def gradient(

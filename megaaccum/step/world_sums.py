@@ -124,17 +124,19 @@ def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt
     bad, problem, unknown, zeroed = sums_over_ranks(faults(steps, tally))
     if problem:
         raise_together(tally.problem)
-    if bad:
-        text = (
-            f"{bad:.0f} micro-batches have a weight that is negative or not a number, or a sum of losses without a"
-            " gradient (detached, or made under no_grad): fix the loss function"
-        )
-        raise printed_once(StepError(text))
+    refuse_weights(bad, "a weight that is negative or not a number, or a sum of losses without a gradient (detached, or"
+                   " made under no_grad)")  # fmt: skip
     reports = attempt.reports
     if unknown:
         steps.reports.register(tally)
         reports = steps.reports.reduced(sums_over_ranks(counted(steps.groups, steps.reports.sums(tally))))
     return replace(attempt, reports=reports, num_zeroed=int(zeroed))
+
+
+def refuse_weights(bad: float, why: str = "a weight that is negative or not a number") -> None:
+    """Raise StepError if loss functions gave micro-batches, `bad` over all ranks, what cannot be a weight."""
+    if bad:
+        raise printed_once(StepError(f"{bad:.0f} micro-batches have {why}: fix the loss function"))
 
 
 def noise_report(steps: TrainStep, verdict: Attempt) -> dict[str, float]:

@@ -251,11 +251,12 @@ def wrong_losses() -> dict[str, list[str]]:
     seen: dict[str, list[str]] = {}
     for name, function in functions.items():
         made = engine(forward_step_func=function)
+        evaluated = said(lambda made=made: made.evaluate(batches()))
         before = [piece.tensors["param"].clone() for piece in made.backend.state()]
         first = said(lambda made=made: made.train_step(batches()))
         same = all(map(torch.equal, before, [piece.tensors["param"] for piece in made.backend.state()]))
         made.train_steps.forward_step_func = forward_step
-        seen[name] = [first, said(lambda made=made: made.train_step(batches())), str(same)]
+        seen[name] = [first, said(lambda made=made: made.train_step(batches())), str(same), evaluated]
     return seen
 
 
@@ -302,8 +303,12 @@ def test_loss_functions_that_give_something_else():
     by_rank = run_ranks(wrong_losses, 2, timeout=90)
     for case, words in LOSSES.items():
         for seen in by_rank:
-            first, second, same = seen[case]
+            first, second, same, evaluated = seen[case]
             assert words in first and first.startswith("StepError"), (case, seen)
+            if case == "detached":  # an evaluation has no gradient
+                assert evaluated == ""
+            else:
+                assert words in evaluated and evaluated.startswith("StepError"), (case, seen)
             assert (second, same) == ("", "True"), (case, seen)
 
 

@@ -107,12 +107,20 @@ def test_tokens_are_counted_where_the_loss_is():
     assert [next(e[1] for e in events if e[0] == "finalize") for events in by_rank] == [4, 0]
 
 
+ROUNDED = (
+    "ConfigError: stage 1 returns [3, 2, 4] of torch.bfloat16, but stages send [sequence, micro-batch, hidden] ="
+    " [3, 2, 4] of torch.float64: return that, or give the chunks' config another pipeline_dtype"
+)
+
+
+@pytest.mark.parametrize(("rounds", "said"), [(False, "ValueError: bad sample"), (True, ROUNDED)])
 @pytest.mark.parametrize(("name", "chunks", "placement"), [("dualpipev", 2, "v"), ("zb-h1", 1, "loop")])
-def test_a_rank_that_raises_ends_all(name, chunks, placement):
-    """The one that failed names its action; the others name theirs, what they waited for, and who failed first."""
-    texts = run_ranks(toy.failing, 3, name, 6, chunks, placement, 2.0, init=False, timeout=60)
+def test_a_rank_that_raises_ends_all(name, chunks, placement, rounds, said):
+    """The one that failed names its action; the others name theirs, what they waited for, and who failed first. A stage
+    that sends another dtype than is received fails so: its receiver would take the bytes for numbers."""
+    texts = run_ranks(toy.failing, 3, name, 6, chunks, placement, 2.0, rounds, init=False, timeout=60)
     failed = "pipeline rank 1 (global rank 1) failed in 0F3 (forward, chunk 0, micro-batch 3) of schedule " + name
-    assert texts[1] == failed + ": ValueError: bad sample"
+    assert texts[1] == f"{failed}: {said}"
     for rank in (0, 2):
         assert texts[rank].startswith(f"pipeline rank {rank} (global rank {rank}), in ")
         assert "from pipeline rank 1, and it did not come; before that, " + texts[1] in texts[rank]

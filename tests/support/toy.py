@@ -289,9 +289,9 @@ def hooks_of(name: str, m: int, chunks: int, placement: str, with_grad_sync: boo
     return events
 
 
-def failing(name: str, m: int, chunks: int, placement: str, timeout: float) -> str:
-    """The message with which each rank ends when rank 1 raises in its forward of micro-batch 3 of chunk 0. It lives on,
-    so that the others end by the timeout of the process group, in seconds."""
+def failing(name: str, m: int, chunks: int, placement: str, timeout: float, rounds: bool = False) -> str:
+    """The message with which each rank ends when rank 1 raises in its forward of micro-batch 3 of chunk 0, or rounds
+    its output. It lives on, so that the others end by the timeout of the process group, in seconds."""
     from megaaccum import get_forward_backward_func
     from megaaccum.errors import FlushError
 
@@ -300,9 +300,11 @@ def failing(name: str, m: int, chunks: int, placement: str, timeout: float) -> s
 
     def step(data_iterator, chunk):
         microbatch = next(data_iterator)
-        if torch.distributed.get_rank() == 1 and chunk.chunk == 0 and microbatch == 3:
+        wrong = torch.distributed.get_rank() == 1 and chunk.chunk == 0 and microbatch == 3
+        if wrong and not rounds:
             raise ValueError("bad sample")
-        return forward_step(iter([microbatch]), chunk)
+        output, loss = forward_step(iter([microbatch]), chunk)
+        return output.bfloat16() if wrong else output, loss
 
     text = "nothing failed"
     try:
