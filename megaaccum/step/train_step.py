@@ -379,7 +379,11 @@ class TrainStep:
         """End the open step: reduce the remaining gradients, divide, judge, update, commit."""
         with self.observer.watching():
             step = self.transaction.step + 1 if self.opened is None else self.opened.step
-            agreed = self._agree_on_call("optim_step", problem, stop=stop, step=step)
+            try:
+                agreed = self._agree_on_call("optim_step", problem, stop=stop, step=step)
+            except StepError:  # of what loss functions have given, which no further call mends
+                self.abandon()
+                raise
             opened, self.opened = self.opened, None
             if opened is None:
                 raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
@@ -412,8 +416,11 @@ class TrainStep:
         self.opened.reduced = True
 
     def abandon(self) -> None:
-        """Drop the gradients of the open step, if there is one, and go back to the random states of before it."""
+        """Drop the gradients of the open step, if there is one, and go back to the random states of before it.
+        Collective over the world."""
         opened, self.opened = self.opened, None
+        if opened is not None and opened.reduced:
+            self.backend.finish_reduction()  # which the last backward has begun
         if opened is not None:
             self.roll_back(opened)
 

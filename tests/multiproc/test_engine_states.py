@@ -154,6 +154,28 @@ def failed(folder: str, mode: str) -> dict[str, Any]:
     return seen
 
 
+def gives_a_pair(data_iterator, chunk):
+    return chunk(next(data_iterator)), lambda output: (output.square().sum(), {})
+
+
+def dropped(folder: str, mode: str) -> dict[str, Any]:
+    """Steps after one of which a loss function gave something wrong, in one call or in the first of two."""
+    data = own_batches()
+    made = on(mode)
+    made.save(f"{folder}/start")
+    due = ends(made.train_step(data)), ends(made.train_step(data)), weights(made)
+    made.load(f"{folder}/start")
+    seen: dict[str, Any] = {}
+    for number, parts in enumerate(([data], [data[:1], data[1:]])):
+        made.forward_backward(parts[0], forward_step_func=gives_a_pair)
+        for part in parts[1:]:
+            seen["forward_backward"] = said(lambda part=part: made.forward_backward(part))
+        seen[f"optim_step {number}"] = said(made.optim_step)
+        seen[f"step {number}"] = ends(made.train_step(data)) == due[number]
+    seen["weights"] = are_equal(due[2], weights(made))
+    return seen
+
+
 OPEN = "StepError: step 1 is open"
 NO_GRADIENT = "StepError: step 1 has no gradient: call forward_backward before optim_step"
 FAILED = "StepError: the engine failed before (RuntimeError: a kernel died)"
@@ -180,6 +202,14 @@ def test_a_failed_engine(tmp_path, mode):
         assert seen.pop("first error") == "a kernel died"
         assert [seen.pop(name) for name in ("save", "load", "a new engine")] == [True] * 3
         assert len(seen) == 8 and all(text.startswith(FAILED) for text in seen.values()), seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_a_bad_loss_is_dropped_by_optim_step(tmp_path, mode):
+    for seen in run_ranks(dropped, 2, str(tmp_path), mode, timeout=90):
+        for name in ("optim_step 0", "optim_step 1", "forward_backward"):
+            assert "a loss function has to return (sum of the losses, weight, reports)" in seen.pop(name), name
+        assert set(seen.values()) == {True}, seen
 
 
 # --- every pair of calls ---------------------------------------------------------------------------------------------
@@ -244,7 +274,7 @@ class Pairs:
         self.made.load(f"{self.folder}/first")
         model, found = Model(), []
         # A first part of the step, and the rest of it, or all of it if it ends at once.
-        sizes = (4, 0) if second == "optim_step" else (2, 2)
+        sizes = (4, 0) if second in ("optim_step", "load") else (2, 2)
         for name, size in zip((first, second), sizes, strict=True):
             due, after = model.after(name, size)
             text = said(lambda name=name, at=model.opened, size=size: self.call(name, self.data[at : at + size]))
