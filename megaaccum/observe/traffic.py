@@ -109,9 +109,17 @@ class Meter:
         return dict(sorted(found.items()))
 
     def _new_lane(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
-        name = f"{collective}/{self._names().get(group.group_name, 'other')}/{str(dtype).removeprefix('torch.')}"
+        among = self._names().get(group.group_name) or ("pp" if self._is_pipeline(group) else "other")
+        name = f"{collective}/{among}/{str(dtype).removeprefix('torch.')}"
         found = self._lanes[collective, group, dtype] = name, SHARE[collective](group.size())
         return found
+
+    def _is_pipeline(self, group: Any) -> bool:
+        """Whether it has the ranks of the pipeline, whose lanes over NCCL are groups of their own (executor/p2p.py)."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks
+        return self.groups is not None and ranks(group) == ranks(self.groups.pp)
 
     def _names(self) -> dict[str, str]:
         import torch.distributed as dist

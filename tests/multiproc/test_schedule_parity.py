@@ -179,3 +179,31 @@ def test_evaluation_in_a_v():
     exact = one_process_reference(each.model, 4, "fp64").gradient.loss
     for found in run_ranks(losses, 2, each):
         assert found == pytest.approx([exact, exact], rel=1e-12)
+
+
+def in_lanes(case: Case) -> tuple:
+    """The gradient of a first step, whose messages go through host memory as over NCCL, and losses and norms of it and
+    of the same over lanes; and where the messages of both are counted."""
+    from functools import partial
+    from unittest.mock import patch
+
+    from megaaccum.executor import entry
+
+    with patch.object(entry, "PipelineChannels", partial(entry.PipelineChannels, separate=True)):
+        rig = Rig.of(case)
+        rig.backend.step = lambda: None
+        got, first = rig.watched()
+        second = rig.train(0)
+    sent = [{lane.split("/")[1] for lane in each.traffic if lane.startswith("send/")} for each in (first, second)]
+    return got, (first.loss, second.loss), (first.grad_norm, second.grad_norm), sent
+
+
+@pytest.mark.parametrize("lane", ["fp64", "fp32"])
+@pytest.mark.parametrize(("name", "pp", "ranks"), [("zbv", 2, 1), ("dualpipev", 2, 2), ("zb-h1", 4, 1)])
+def test_lanes_as_over_nccl(name, pp, ranks, lane):
+    case = cell(name, pp, 8, lane=lane, ranks=ranks)
+    found = run_ranks(in_lanes, pp * ranks, case)
+    assert not problems(case, [got for got, *_ in found])
+    for _, losses, norms, sent in found:
+        assert losses[0] == losses[1] and norms[0] == norms[1], "the way of a message changes no bit"
+        assert sent == [{"pp"}] * 2
