@@ -20,7 +20,7 @@ CASES = (
     "one_chunk_per_rank two_chunks_per_rank two_chunks_per_rank_left_alone recomputed_layers "
     "recomputed_layers_left_alone backwards_in_reverse_order a_skipped_step an_infinity_that_fp8_hides "
     "other_ends_of_a_step an_evaluation quantized_weights checkpoints tensor_parallel scales_are_transformer_engines "
-    "other_recipes split_backward other_layers private_names"
+    "other_recipes split_backward fused_weight_gradients other_layers private_names"
 ).split()
 SECONDS = 500.0
 """Limit for all cases together; a minute on two free cores."""
@@ -181,6 +181,13 @@ def test_split_backward(results):
         for precision in ("fp8", "bf16"):
             assert each[precision]["products"] == 3, "F, I and W are one product each"
     assert max(each["fp8"]["deferred"] for each in results) > 1, "weight gradients of several micro-batches waited"
+
+
+def test_fused_weight_gradients(results):
+    for each in results:
+        for layout, found in each.items():
+            assert found["worst"] < 0.005, (layout, "products are added to FP32 sums before they are rounded to BF16")
+            assert found["added"] == (4 - 1) * 4 * 4, (layout, "of 4 micro-batches but the first, in 4 layers")
 
 
 def test_other_layers(results):

@@ -445,6 +445,40 @@ def split_backward() -> dict:
     return told
 
 
+class _Kernel:
+    """The kernel of Megatron's own linear layer, the head's."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x, grad, main_grad):
+        main_grad.add_(grad.float().t() @ x.float())
+
+
+def fused_weight_gradients() -> dict:
+    """gradient_accumulation_fusion: how far a gradient is from that without it, and products that add to a sum, by
+    backend and precision."""
+    import transformer_engine_torch as extension
+    from megatron.core.tensor_parallel import layers
+
+    told = {}
+    fused = patch.multiple(layers, _grad_accum_fusion_available=True)
+    with fused, patch.object(layers, "fused_weight_gradient_mlp_cuda", _Kernel, create=True):
+        layouts = ("--zero_stage 1", "--zero_stage 3", "--backend megatron")
+        for layout, model in [*((each, "") for each in layouts), ("--zero_stage 3", FP8)]:
+            added, product = [0], extension.generic_gemm
+
+            def counted(*args, added=added, product=product, **keys):
+                added[0] += bool(args[14])  # accumulate
+                return product(*args, **keys)
+
+            of = case(f"{SERIAL} {layout}", f"--gradient_accumulation_fusion {model}")
+            with patch("transformer_engine.pytorch.cpp_extensions.gemm.tex.generic_gemm", counted):
+                run = trained(of, 0)
+            (mine,), whole = run.gradients, serial(model).gradients[0]
+            far = max(float((mine[name] - whole[name]).norm() / whole[name].norm()) for name in mine)
+            told[f"{layout} {model[:5]}"] = {"worst": far, "added": added[0]}
+    return told
+
+
 def private_names() -> dict:
     from megaaccum import upstream
     from megaaccum.upstream import te
