@@ -81,17 +81,21 @@ def check_no_bound_device(pp: dist.ProcessGroup) -> None:
             )
 
 
-def _lane_groups(members: list[int], on_nccl: bool, timeout_minutes: float | None) -> list[dist.ProcessGroup]:
-    """A group of these ranks for each lane; collective over the world. All ranks make the groups of every pipeline, in
-    one order: torch names a group that only its members make after the number of groups that a rank is in, which
-    differs between the stages of a pipeline (the first and the last share an embedding)."""
+def _own_groups(
+    members: list[int], on_nccl: bool, timeout_minutes: float | None
+) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup]:
+    """A group of these ranks for each lane, and one over gloo; collective over the world. All ranks make the groups of
+    every pipeline, in one order: torch names a group that only its members make after the number of groups that a rank
+    is in, which differs between the stages of a pipeline (the first and the last share an embedding)."""
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-    mine = []
-    for pipeline in groups.all_like(members):
-        made = [_lane_group(pipeline, on_nccl, timeout) for _ in _LANES]
-        if pipeline == members:
-            mine = made
-    return mine
+    made = {
+        tuple(pipeline): (
+            [_lane_group(pipeline, on_nccl, timeout) for _ in _LANES],
+            cast("dist.ProcessGroup", dist.new_group(pipeline, timeout=timeout, backend="gloo")),
+        )
+        for pipeline in groups.all_like(members)
+    }
+    return made[tuple(members)]
 
 
 def _lane_group(ranks: list[int], on_nccl: bool, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -127,10 +131,12 @@ class PipelineChannels:
         self.members = dist.get_process_group_ranks(pp)
         self._connected: set[Channel] = set()
         separate = self.on_nccl if separate is None else separate
-        own = _lane_groups(self.members, self.on_nccl, timeout_minutes) if separate else [pp] * len(_LANES)
+        own, by_gloo = [pp] * len(_LANES), None
+        if separate:
+            own, by_gloo = _own_groups(self.members, self.on_nccl, timeout_minutes)
         # Tag 0 is that of messages without one, such as a step's micro-batches.
         self._lanes = {lane: (group, tag) for tag, (lane, group) in enumerate(zip(_LANES, own, strict=True), 1)}
-        self.by_host = HostChannels.of(self.members, timeout_minutes) if separate else None
+        self.by_host = None if by_gloo is None else HostChannels(by_gloo, separate=False)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Send one element over every channel (source, target, kind), each rank one after the other, in `in_turn`.
@@ -164,13 +170,6 @@ class HostChannels(PipelineChannels):
     to make a handle of cuBLAS or a communicator, to get memory. Two ranks that do so at the same time, each after a
     receive for what the other will send, would wait for ever (`python -m tests.support.queues`).
     """
-
-    @classmethod
-    def of(cls, members: list[int], timeout_minutes: float | None) -> HostChannels:
-        """Make those of the pipeline of these ranks. Collective over the world."""
-        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-        made = {tuple(each): dist.new_group(each, timeout=timeout, backend="gloo") for each in groups.all_like(members)}
-        return cls(cast("dist.ProcessGroup", made[tuple(members)]), separate=False)
 
     def send(self, tensor: torch.Tensor, target: int, kind: str) -> dist.Work:
         """PipelineChannels.send, once `tensor` has been computed and copied."""

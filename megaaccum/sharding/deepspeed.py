@@ -72,7 +72,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         self._reducing = False
         self._hooks: list[pytorch.OnGradient] = []
         fused = bool(getattr(getattr(chunks[0], "config", None), "gradient_accumulation_fusion", False))
-        self._kernel_sums = SumsOfKernels(self.driver.params) if fused else None
+        if fused:
+            self.sums = SumsOfKernels(self.driver.params)
         self._hears_each = fused or self._looks_at_each_microbatch(plan)
         self._accumulate_in = accumulate_in
         rounded = [param for param in self.driver.params if param.dtype != accumulate_in and not fused]
@@ -123,9 +124,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         self.at_owners.begin()
         for param in self.driver.params:
             param.grad = None
-        for sums in (self.fp32_sums, self._kernel_sums):
-            if sums is not None:
-                sums.begin()
+        if self.fp32_sums is not None:
+            self.fp32_sums.begin()
 
     def finish_reduction(self) -> None:
         self._cold.end_step()
@@ -186,8 +186,7 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = self.driver.tensors()
-        kernels = self._kernel_sums.tensors() if self._kernel_sums is not None else []
-        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kernels]
+        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     # --- gradients ---
@@ -212,8 +211,6 @@ class DeepSpeedBackend(AccumulatingBackend):
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._cold.params:
             self._cold.offload(param)
-        if self._kernel_sums is not None:
-            self._kernel_sums.add(param)
         if not self.sums.accept(param) or not self._syncing:
             return
         comes_again = wgrad.is_splitting() and wgrad.is_put_off(param)  # an embedding whose matrix is the head's too
@@ -228,8 +225,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         if id(param) in self._cold.params:
             self._cold.bring_back(param)
         self.sums.give_back(param)
-        if self._kernel_sums is not None:
-            self._kernel_sums.give_back(param)
         if param.grad is None:
             param.grad = torch.zeros(param.shape, dtype=self._accumulate_in, device=param.device)
         self._show(self._names[id(param)], param, param.grad)

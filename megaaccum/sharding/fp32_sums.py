@@ -10,7 +10,7 @@ before it adds them to the sum, and would do so in 16 bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from megaaccum.executor import wgrad
 from megaaccum.model import names
+from megaaccum.sharding.sum_tree import AnyOrder
 from megaaccum.upstream import pytorch
 
 
@@ -77,7 +78,7 @@ class Fp32Sums:
                 param.grad_dtype = None
 
 
-class SumsOfKernels:
+class SumsOfKernels(AnyOrder):
     """FP32 sums to which products of weight gradients are added by their own kernel (gradient_accumulation_fusion): 8
     bytes per parameter and micro-batch.
 
@@ -91,22 +92,23 @@ class SumsOfKernels:
         for param in self.params:
             param.main_grad, param.grad_dtype = None, None  # a gradient stays in its precision until it is added
 
-    def begin(self) -> None:
-        """The sums are zero."""
+    def clear(self) -> None:
+        """Begin with sums of zero."""
         for param in self.params:
             param.main_grad = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
             param.grad_added_to_main_grad = False
 
-    def add(self, param: Any) -> None:
+    def accept(self, param: Any) -> bool:
         """Add what autograd has brought, unless it is there in place of what a kernel has added."""
         if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
             param.main_grad.add_(param.grad)
         param.grad = None
+        return True
 
     def give_back(self, param: Any) -> None:
         """Put the parameter's sum into `param.grad`."""
         param.grad, param.main_grad = param.main_grad, None
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
         """The sums that are held."""
-        return [param.main_grad for param in self.params if param.main_grad is not None]
+        return (param.main_grad for param in self.params if param.main_grad is not None)

@@ -419,10 +419,11 @@ class TrainStep:
         """Drop the gradients of the open step, if there is one, and go back to the random states of before it.
         Collective over the world."""
         opened, self.opened = self.opened, None
-        if opened is not None and opened.reduced:
+        if opened is None:
+            return
+        if opened.reduced:
             self.backend.finish_reduction()  # which the last backward has begun
-        if opened is not None:
-            self.roll_back(opened)
+        self.roll_back(opened)
 
     def gather_ahead(self) -> None:
         """Begin the gather that the next step begins with, and which counts for it."""
