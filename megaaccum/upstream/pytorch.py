@@ -79,10 +79,12 @@ def tame_gloo() -> None:
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         return [plain.create_device(interface=name) for name in names] or [plain.create_default_device()]
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
         options = plain._Options()
         with _patient_threads():
             options._timeout, options._devices = timeout, devices()
+            for name, value in more.items():  # torch 2.15: enable_reconfigure
+                setattr(options, name, value)
             plain.__init__(self, store, rank, size, options)
 
     module.ProcessGroupGloo = type("OnSharedDevice", (plain,), {"__init__": init})
