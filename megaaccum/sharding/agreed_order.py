@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding.expert_turns import ExpertTurns
 
@@ -25,7 +27,12 @@ class AgreedOrder:
     which is made when all are. Later a complete gradient waits for those before it: for none if it comes in its turn,
     and to the end of the flush if one of them does not come.
 
-    params: those of `chunks` that are trained, in the order of the model, as many on every rank.
+    A reduction may hold up the backward that it begins in (ZeRO-1 and -2, and all on a CPU). Ranks of expert
+    parallelism exchange tokens in that backward: one that waits for a parameter that the other skips would hang both.
+    If the first step's micro-batches do not all use the same dense parameters, reductions begin after the backward.
+
+    params: those of `chunks` that are trained, in the order of the model, as many on every rank. uses: gradients of
+    each in the first step, by id, which the caller counts.
     """
 
     def __init__(
@@ -41,6 +48,8 @@ class AgreedOrder:
         self._params, self._reduce = list(params), reduce
         in_pieces = plan.config.parallel.overlap_moe_expert_parallel_comm
         self._turns = ExpertTurns(chunks, self.add, splits=plan.layout.splits_backward, in_pieces=in_pieces)
+        self.uses: Counter[int] = Counter()
+        self._exchanges, self._has_ended, self._at_end = plan.layout.ep > 1, False, False
         self._order: list[torch.nn.Parameter] = []
         self._complete: dict[int, None] = {}
         """ids of the parameters with a complete gradient, in the order in which they were added."""
@@ -50,7 +59,8 @@ class AgreedOrder:
         """Begin a reduction."""
         self._turns.begin()
         self._complete.clear()
-        self._begun = 0
+        self.uses.clear()
+        self._begun, self._has_ended = 0, False
 
     def came(self, param: torch.nn.Parameter) -> None:
         """Take note of a parameter's final gradient. Raises FlushError if it was complete without it."""
@@ -67,9 +77,26 @@ class AgreedOrder:
             self._turns.finish(param)
         if self._params and not self._order:
             self._order = self._agreed()
-            self._reduce_in_turn()
+            self._at_end = self._exchanges and self._some_are_skipped()
+        self._has_ended = True
+        self._reduce_in_turn()
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether `uses` is still to be counted."""
+        return self._exchanges and not self._order
+
+    def _some_are_skipped(self) -> bool:
+        """Whether dense parameters have fewer uses than there were micro-batches, or other ones on another rank."""
+        uses = [self.uses[id(param)] for param in self._params if not names.is_expert(param)]
+        most = torch.tensor([uses, [-count for count in uses]], dtype=torch.int64, device=cpu.device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._among)
+        counts = set(most[0].tolist()) - {0}
+        return bool((most[0] != -most[1]).any()) or any(count % min(counts) for count in counts)
 
     def _reduce_in_turn(self) -> None:
+        if self._at_end and not self._has_ended:
+            return
         while self._begun < len(self._order) and id(self._order[self._begun]) in self._complete:
             self._begun += 1
             self._reduce(self._order[self._begun - 1])

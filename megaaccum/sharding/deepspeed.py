@@ -74,7 +74,9 @@ class DeepSpeedBackend(AccumulatingBackend):
         fused = bool(getattr(getattr(chunks[0], "config", None), "gradient_accumulation_fusion", False))
         if fused:
             self.sums = SumsOfKernels(self.driver.params)
-        self._hears_each = fused or self._looks_at_each_microbatch(plan)
+        looks_at_each = fused or self._looks_at_each_microbatch(plan)
+        self._hears_each = looks_at_each or self._in_order.counts_uses
+        self._hears_until_agreed = self._hears_each and not looks_at_each
         self._accumulate_in = accumulate_in
         rounded = [param for param in self.driver.params if param.dtype != accumulate_in and not fused]
         for param in rounded:
@@ -133,6 +135,9 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def _reduce(self) -> None:
         self._in_order.end()
+        if self._hears_until_agreed:
+            self._hears_each = self._hears_until_agreed = False
+            self._set_syncing(False)
         self.driver.finish_reduction()
         self.at_owners.finish()
         self._reducing = False
@@ -209,6 +214,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._in_order.counts_uses:
+            self._in_order.uses[id(param)] += 1
         if self._cold.params:
             self._cold.offload(param)
         if not self.sums.accept(param) or not self._syncing:

@@ -122,8 +122,9 @@ def before_experts(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _module_in_layer(name: str) -> str | None:
-    """The path of the module of a layer that a parameter belongs to: a layer's child, or what holds its experts."""
+    """The path of the module of a layer that a parameter belongs to: a layer's child, or what holds its experts. None
+    for a parameter of the layer itself, which its forward may use anywhere."""
     if ".experts." in name:
         return name.split(".experts.")[0]
-    match = re.match(r"(?:.*\.)?layers\.\d+\.\w+", name)
+    match = re.match(r"(?:.*\.)?layers\.\d+\.\w+(?=\.)", name)
     return match[0] if match else None

@@ -58,6 +58,13 @@ def test_parameters_that_some_microbatches_skip():
     check(no_gradient.seldom, [Case(4, layout + each, SMALL) for layout in layouts for each in (PLAIN, SPLIT)])
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_some_microbatches_skip_beside_experts_of_other_ranks(stage):
+    """A rank that waited for such a reduction in its last backward would keep its experts from another's tokens."""
+    layout = f"--expert_model_parallel_size 2 --reduce_bucket_size 4000 --zero_stage {stage} "
+    check(no_gradient.gated, [Case(4, layout + PLAIN, EXPERTS)])
+
+
 def test_layers_that_some_microbatches_skip():
     """In all modes that gather the parameters of a stage at once."""
     layouts = ["", "--zero_stage 1 ", "--backend fsdp2 ", "--backend megatron ", "--backend ddp "]

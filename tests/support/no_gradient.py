@@ -58,6 +58,18 @@ def _times_seldom(layer, forward, *args, **kwargs):
     return hidden, *rest
 
 
+def gated(chunks) -> None:
+    """A factor on the final norm's output that half of the samples skip. Where its gradient comes it is the first."""
+    for chunk in chunks:
+        if (norm := chunk.decoder.final_layernorm) is not None:
+            norm.gate = torch.nn.Parameter(torch.linspace(0.5, 1.5, norm.weight.numel()).to(norm.weight))
+            norm.register_forward_hook(
+                lambda norm, _args, hidden: (
+                    torch.where(reads, hidden * norm.gate, hidden) if (reads := ~_reading(hidden)).any() else hidden
+                )
+            )
+
+
 def _reading(hidden):
     """Which samples read it, of [sequence, sample, hidden]: by two numbers that are further apart than rounding."""
     return (hidden[:1, :, :1] > hidden[:1, :, 1:2]).detach()

@@ -59,6 +59,16 @@ def test_a_torch_beyond_the_tested_one_is_a_warning_of_rank_0(upstream, monkeypa
         assert [f"torch {version} is newer" in text for text in texts] == [True] * (warns and rank == "0")
 
 
+def test_what_a_newer_torch_asks_of_a_gloo_group_is_passed_on(upstream):
+    import torch.distributed as dist
+
+    upstream.pytorch.tame_gloo()
+    group = dist.distributed_c10d.ProcessGroupGloo(
+        dist.HashStore(), 0, 1, timeout=dist.default_pg_timeout, group_name="x"
+    )
+    assert group.options.group_name == "x"
+
+
 ENTRANCES = ("__init__.py", "cli/train.py", "pretrain/launch/local.py", "loop/__init__.py")
 
 
