@@ -1,4 +1,7 @@
-"""Internals of torch's fully_shard: the tensors that it holds, and the calls that its hooks make (torch 2.13).
+"""Internals of torch's fully_shard: the tensors that it holds, and the calls that its hooks make (torch 2.13 to 2.15).
+
+Up to torch 2.14 a parameter's sum of backwards lies beside the last one's gradient; torch 2.15 has autograd add to the
+whole parameter's own.
 
 A unit (FSDPParamGroup) and its parameters (FSDPParam) are private and partly untyped, and no type says that a fully
 sharded module is both a Module and an FSDPModule: `Any` here.
@@ -60,7 +63,7 @@ def even_out(unit: Any) -> None:
     if any(param.unsharded_accumulated_grad is not None for param in params):
         for param in params:
             if param.unsharded_accumulated_grad is None and param.reduce_dtype is not None:
-                param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+                give_gradient(param, torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype))
 
 
 class UnitWeightGrads:
@@ -97,22 +100,28 @@ class UnitWeightGrads:
             inner, self._left[0] = self._left[0][:-1], self._left[0][-1:]
             self._reduce(inner)
         hooked = self._hooked or pytorch.num_hooks(weight)
-        if not hooked and weight.grad is None:  # autograd would copy `grad` first
+        if not hooked and (weight.grad is None or not _adds_apart(param)):  # autograd would copy `grad` first
             if param.unsharded_accumulated_grad is None:
-                param.unsharded_accumulated_grad = grad.to(param.reduce_dtype or grad.dtype)
+                give_gradient(param, grad.to(param.reduce_dtype or grad.dtype))
             else:
                 param.unsharded_accumulated_grad.add_(grad)
             return
         torch.autograd.backward(weight, grad)  # of a released weight FSDP2 keeps the shape
-        param.accumulate_unsharded_grad_if_needed()
-        param.to_accumulated_grad_if_needed()
+        _add_up(param)
+        if _adds_apart(param):
+            param.to_accumulated_grad_if_needed()
 
     def finish(self) -> None:
         """Reduce the units that are left, on every rank in one order, and end this backward for torch."""
         if self._reduces:
             for layer in self._left:
                 self._reduce(layer)
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            state = self._root._get_fsdp_state()
+            if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+                state._state_ctx.manual_backward_finalization_active = (
+                    False  # torch 2.15: an I sets it, if there was one
+                )
+            state._root_post_backward_final_callback()
 
     @staticmethod
     def _reduce(layer: list[Any]) -> None:
@@ -128,7 +137,7 @@ def drop_unreduced(root: Any) -> None:
     for unit in units(root):
         unit._partial_reduce_output = None
         for param in unit.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            give_gradient(param, None)
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
@@ -184,14 +193,15 @@ def divert(root: Any, sums: Any) -> None:
             return
         unit.reduce_scatter_unused_params = False
         for held in trained:
-            held.accumulate_unsharded_grad_if_needed()
+            _add_up(held)
         dtype = next((grad.dtype for held in trained for grad in _gradients(held)), None)
         for held in trained:
             if not _gradients(held):
                 give_gradient(held, torch.zeros_like(held._unsharded_param, dtype=dtype or held.reduce_dtype))
             if sums.takes(held.sharded_param):
                 (grad,) = _gradients(held)
-                held._unsharded_param.grad = held.unsharded_accumulated_grad = None
+                give_gradient(held, None)
+                held._unsharded_param.grad = None
                 sums.add(held.sharded_param, grad)
         sums.send()
 
@@ -213,7 +223,23 @@ def reduced(module: Any) -> list[torch.nn.Parameter]:
 
 def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
     """Let the next reduction reduce `grad`, in the precision of the reduction, as the sum of all backwards."""
-    held.unsharded_accumulated_grad = grad
+    if _adds_apart(held):
+        held.unsharded_accumulated_grad = grad
+    elif hasattr(held, "_unsharded_param"):
+        held._unsharded_param.grad = None
+        if grad is not None:
+            held._unsharded_param.grad_dtype = grad.dtype
+            held._unsharded_param.grad = grad
+
+
+def _adds_apart(held: Any) -> bool:
+    return hasattr(held, "accumulate_unsharded_grad_if_needed")
+
+
+def _add_up(held: Any) -> None:
+    """Add the last backward's gradient to those before."""
+    if _adds_apart(held):
+        held.accumulate_unsharded_grad_if_needed()
 
 
 def first_element(param: torch.nn.Parameter) -> int:
@@ -245,8 +271,8 @@ def tensors(roots: Iterable[Any]) -> dict[str, Iterable[torch.Tensor]]:
 
 def _gradients(param: Any) -> list[torch.Tensor]:
     """Whole gradients of a parameter: the last backward's, and the sum of those before."""
-    grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad]
-    return [grad for grad in grads if grad is not None]
+    last, sum_ = getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad
+    return [grad for grad in ([last, sum_] if last is not sum_ else [sum_]) if grad is not None]
 
 
 def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
@@ -256,7 +282,7 @@ def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
 
     def show(unit: Any) -> None:
         for held in unit.fsdp_params:
-            held.accumulate_unsharded_grad_if_needed()
+            _add_up(held)
             for grad in _gradients(held):
                 call(held, grad)
 
