@@ -49,7 +49,7 @@ class AgreedOrder:
         in_pieces = plan.config.parallel.overlap_moe_expert_parallel_comm
         self._turns = ExpertTurns(chunks, self.add, splits=plan.layout.splits_backward, in_pieces=in_pieces)
         self.uses: Counter[int] = Counter()
-        self._exchanges, self._has_ended, self._at_end = plan.layout.ep > 1, False, False
+        self._exchanges, self._at_end = plan.layout.ep > 1, False
         self._order: list[torch.nn.Parameter] = []
         self._complete: dict[int, None] = {}
         """ids of the parameters with a complete gradient, in the order in which they were added."""
@@ -60,16 +60,18 @@ class AgreedOrder:
         self._turns.begin()
         self._complete.clear()
         self.uses.clear()
-        self._begun, self._has_ended = 0, False
+        self._begun = 0
 
     def came(self, param: torch.nn.Parameter) -> None:
         """Take note of a parameter's final gradient. Raises FlushError if it was complete without it."""
         self._turns.came(param)
 
     def add(self, param: torch.nn.Parameter) -> None:
-        """Reduce a complete gradient, and those that waited for it, if all before it in the order have begun."""
+        """Reduce a complete gradient, and those that waited for it, if all before it in the order have begun; none yet
+        if reductions begin after the backward."""
         self._complete[id(param)] = None
-        self._reduce_in_turn()
+        if not self._at_end:
+            self._reduce_in_turn()
 
     def end(self) -> None:
         """Reduce what is left: gradients that have not come are complete without. Collective in the first reduction."""
@@ -78,7 +80,6 @@ class AgreedOrder:
         if self._params and not self._order:
             self._order = self._agreed()
             self._at_end = self._exchanges and self._some_are_skipped()
-        self._has_ended = True
         self._reduce_in_turn()
 
     @property
@@ -95,8 +96,6 @@ class AgreedOrder:
         return bool((most[0] != -most[1]).any()) or any(count % min(counts) for count in counts)
 
     def _reduce_in_turn(self) -> None:
-        if self._at_end and not self._has_ended:
-            return
         while self._begun < len(self._order) and id(self._order[self._begun]) in self._complete:
             self._begun += 1
             self._reduce(self._order[self._begun - 1])

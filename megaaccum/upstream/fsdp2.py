@@ -117,10 +117,9 @@ class UnitWeightGrads:
             for layer in self._left:
                 self._reduce(layer)
             state = self._root._get_fsdp_state()
+            # torch 2.15: a backward sets it, but a chunk whose inputs need no gradient had none.
             if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
-                state._state_ctx.manual_backward_finalization_active = (
-                    False  # torch 2.15: an I sets it, if there was one
-                )
+                state._state_ctx.manual_backward_finalization_active = False
             state._root_post_backward_final_callback()
 
     @staticmethod
@@ -137,9 +136,7 @@ def drop_unreduced(root: Any) -> None:
     for unit in units(root):
         unit._partial_reduce_output = None
         for param in unit.fsdp_params:
-            give_gradient(param, None)
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+            _forget(param)
 
 
 def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
@@ -200,8 +197,7 @@ def divert(root: Any, sums: Any) -> None:
                 give_gradient(held, torch.zeros_like(held._unsharded_param, dtype=dtype or held.reduce_dtype))
             if sums.takes(held.sharded_param):
                 (grad,) = _gradients(held)
-                give_gradient(held, None)
-                held._unsharded_param.grad = None
+                _forget(held)
                 sums.add(held.sharded_param, grad)
         sums.send()
 
@@ -225,14 +221,23 @@ def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
     """Let the next reduction reduce `grad`, in the precision of the reduction, as the sum of all backwards."""
     if _adds_apart(held):
         held.unsharded_accumulated_grad = grad
-    elif hasattr(held, "_unsharded_param"):
+        return
+    held._unsharded_param.grad = None  # of another precision, perhaps
+    if grad is not None:
+        held._unsharded_param.grad_dtype = grad.dtype
+        held._unsharded_param.grad = grad
+
+
+def _forget(held: Any) -> None:
+    """Drop a parameter's gradients that are not reduced."""
+    if _adds_apart(held):
+        held.unsharded_accumulated_grad = None
+    if hasattr(held, "_unsharded_param"):
         held._unsharded_param.grad = None
-        if grad is not None:
-            held._unsharded_param.grad_dtype = grad.dtype
-            held._unsharded_param.grad = grad
 
 
 def _adds_apart(held: Any) -> bool:
+    """Whether the sum of backwards lies beside the last one's gradient (before torch 2.15)."""
     return hasattr(held, "accumulate_unsharded_grad_if_needed")
 
 
@@ -271,8 +276,9 @@ def tensors(roots: Iterable[Any]) -> dict[str, Iterable[torch.Tensor]]:
 
 def _gradients(param: Any) -> list[torch.Tensor]:
     """Whole gradients of a parameter: the last backward's, and the sum of those before."""
-    last, sum_ = getattr(getattr(param, "_unsharded_param", None), "grad", None), param.unsharded_accumulated_grad
-    return [grad for grad in ([last, sum_] if last is not sum_ else [sum_]) if grad is not None]
+    grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None)]
+    grads += [param.unsharded_accumulated_grad] if _adds_apart(param) else []
+    return [grad for grad in grads if grad is not None]
 
 
 def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
