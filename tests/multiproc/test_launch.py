@@ -146,14 +146,19 @@ def test_a_hard_exit_is_not_taken_for_success():
     assert "rank 0 ended with exit code 5" in output
 
 
+def meet_others():
+    """Return once all ranks run and the launcher has noted each: it serves the store after the last has started."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
 def saves_on_signal(argv):
     """Counts signals; exits a little after the first. Rank 0 sends the launcher one."""
     folder, signum = Path(argv[0]), int(argv[1])
     seen = []
     signal.signal(signum, lambda number, frame: seen.append(number))
-    (folder / f"ready{os.environ['RANK']}").touch()
-    while len(list(folder.glob("ready*"))) < 2:
-        time.sleep(0.01)
+    meet_others()
     if os.environ["RANK"] == "0":
         for _ in range(2 if signum == signal.SIGHUP else 1):  # a terminal that closes sends more than one
             os.kill(os.getppid(), signum)
@@ -187,9 +192,7 @@ def test_nohup_is_honoured_by_launcher_and_ranks(tmp_path):
 
 def deaf(argv):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (Path(argv[0]) / f"ready{os.environ['RANK']}").touch()
-    while len(list(Path(argv[0]).glob("ready*"))) < 2:
-        time.sleep(0.01)
+    meet_others()
     if os.environ["RANK"] == "0":
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(0.2)
