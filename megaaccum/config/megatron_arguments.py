@@ -119,6 +119,10 @@ MUON = (
 """Arguments of Muon, which have the names of their keys."""
 LION = ("lion_beta1", "lion_beta2")
 """Arguments of Lion, which have the names of their keys."""
+LION_THERE = (
+    "--optimizer lion: it steps every parameter, with --lion-beta1 and --lion-beta2. Megatron 0.19 has AdamW step norms,"
+    " biases, word embeddings and the output layer, and gives Lion Adam's betas: other numbers."
+)
 SOAP: Mapping[str, object] = {"muon_split_qkv": False, "muon_split_gated": False}
 """Keys of SOAP, which Megatron-core gives no arguments and takes fused weights whole for (0.19)."""
 
@@ -130,8 +134,10 @@ def optimizer_of(args: Any, written: Mapping[str, str]) -> tuple[str, list[str],
     if args.optimizer == "soap":
         blocks = [f"--optimizer soap: whole matrices; Megatron steps each of their {tp} blocks alone."]
         return "soap", blocks if tp > 1 else [], []
-    if args.optimizer in ("adam", "lion"):
-        return args.optimizer, [], []
+    if args.optimizer == "lion":
+        return "lion", [LION_THERE], []
+    if args.optimizer == "adam":
+        return "adam", [], []
     if args.optimizer not in ("muon", "dist_muon"):
         return "adam", [], [f"{written['optimizer']}: write adam (AdamW), lion, muon or soap."]
     if "muon_tp_mode" in written and args.muon_tp_mode == "blockwise" and tp > 1:

@@ -123,3 +123,35 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         )
         assert "made with adam, the configuration says lion" in refused[2]
         assert "has exp_avg and exp_avg_sq, not exp_avg, in" in refused[3]
+
+
+def lion_of_megatron(case: Case) -> list[tuple[str, tuple[float, float], set[str]]]:
+    """(optimizer, betas, parameters) of each group that Megatron makes for `--optimizer lion`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megaaccum.model import names
+    from megaaccum.platform import cpu
+
+    rig = Rig.of(case)
+    ((chunk,), groups) = rig.chunks, rig.groups.collection
+    named = {id(param): name for name, param in names.named_parameters([chunk])}
+    with rig.groups.current(), cpu.cuda_type_names():
+        ddp = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk, pg_collection=groups)
+        settings = OptimizerConfig(optimizer="lion", lr=1e-4, lion_beta1=0.5, lion_beta2=0.6)
+        made = get_megatron_optimizer(settings, [ddp], pg_collection=groups, use_gloo_process_groups=False)
+    return [
+        (type(each.optimizer).__name__, group["betas"], {named[id(param)] for param in group["params"]})
+        for each in made.chained_optimizers
+        for group in each.optimizer.param_groups
+    ]
+
+
+def test_megatrons_lion_is_what_a_note_says_of_it():
+    """Megatron 0.19; as soon as it steps every parameter by Lion's betas the note is wrong."""
+    case = Case(1, "--backend ddp", f"{MODEL} --position_embedding_type rope")
+    (lion, betas, matrices), *others = run_ranks(lion_of_megatron, 1, case)[0]
+    assert (lion, betas) == ("Lion", (0.9, 0.999)) and {name.rsplit(".", 1)[1] for name in matrices} == {"weight"}
+    assert {optimizer for optimizer, _, _ in others} == {"AdamW"}
+    rest = set.union(*(names for _, _, names in others))
+    assert "embedding.word_embeddings.weight" in rest and "decoder.final_layernorm.weight" in rest

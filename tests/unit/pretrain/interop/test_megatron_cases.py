@@ -37,7 +37,7 @@ OURS = {
     "our backend in the place of Megatron's": case("note", "--use-megatron-fsdp --ckpt-format fsdp_dtensor"),
     "another objective": case("refuse", "--retro-add-retriever"),
     "another optimizer": case("refuse", "--optimizer sgd"),
-    "Lion": case("run", "--optimizer lion --lion-beta1 0.9"),
+    "Lion": case("note", "--optimizer lion --lion-beta1 0.9"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_arguments import lists_in_loop, optimizer_of
+from megaaccum.config.megatron_arguments import LION_THERE, lists_in_loop, optimizer_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.pretrain import HONOURED, TRANSLATED, plan_of
 from megaaccum.pretrain.interop.megatron import parser
@@ -105,6 +105,7 @@ def test_soap_takes_fused_weights_whole_as_megatron_does():
 def test_lion_takes_its_betas_and_they_do_nothing_without_it():
     keys = plan_of(args(optimizer="lion", lion_beta1=0.9), {}).config.optimizer
     assert (keys.optimizer, keys.lion_beta1, keys.lion_beta2) == ("lion", 0.9, 0.98)
+    assert optimizer_of(args(optimizer="lion"), {}) == ("lion", [LION_THERE], [])  # test_lion has Megatron's own
     assert any(
         "--lion-beta1 0.9: no effect without --optimizer lion" in note for note in outcome("--lion-beta1 0.9")[1]
     )
