@@ -139,10 +139,12 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Add up each rank's piece of `input_tensor` into `output_tensor`; op: SUM or AVG."""
-        flats = [input_tensor, *self._others(input_tensor)]
-        output_tensor.copy_(_summed_piece(flats, group, self._order))
+        self._sum(input_tensor, group, output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
+
+    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> None:
+        out.copy_(_summed_piece([flat, *self._others(flat)], group, self._order))
 
 
 class StreamedReduceScatter(ReduceScatter):
@@ -153,25 +155,18 @@ class StreamedReduceScatter(ReduceScatter):
         self._sums, self._place = sums, place
         self._tree: SumTree | None = None
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        rows = torch.empty_like(input_tensor).view(group.size(), -1)
-        dist.all_to_all_single(rows, input_tensor.view_as(rows), group=group)
+    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> None:
+        rows = torch.empty_like(flat).view(group.size(), -1)
+        dist.all_to_all_single(rows, flat.view_as(rows), group=group)
         self._tree = self._tree or SumTree(self._sums.count * group.size())
         for rank, row in enumerate(rows):
             is_last = self._tree.add(self._place(self._sums.of_backward, rank), row, lent=True)
         total = self._tree.total() if is_last else None
         if total is None:
-            output_tensor.zero_()
+            out.zero_()
             return
         self._tree = None
-        output_tensor.copy_(total)
+        out.copy_(total)
 
     def clear(self) -> None:
         """Drop all gradients, at the beginning of a step."""
