@@ -310,6 +310,6 @@ def _check_torch() -> None:
     """Raise ConfigError where fully_shard is not the one that is driven here."""
     if missing := fsdp2.check():
         raise ConfigError(
-            f"backend fsdp2 needs the fully_shard of torch 2.13, but torch {torch.__version__} has another"
+            f"backend fsdp2 needs the fully_shard of torch 2.13 to 2.15, but torch {torch.__version__} has another"
             f" ({missing[0]}): set backend to deepspeed, or install that torch."
         )
