@@ -120,8 +120,8 @@ MUON = (
 LION = ("lion_beta1", "lion_beta2")
 """Arguments of Lion, which have the names of their keys."""
 LION_THERE = (
-    "--optimizer lion: it steps every parameter, with --lion-beta1 and --lion-beta2. In Megatron 0.19 AdamW steps norms,"
-    " biases, word embeddings and the output layer, and gives Lion Adam's betas: other numbers."
+    "--optimizer lion: it steps every parameter, with --lion-beta1 and --lion-beta2. Megatron 0.19 steps norms, biases,"
+    " word embeddings and the output layer with AdamW, and gives Lion Adam's betas: other numbers."
 )
 SOAP: Mapping[str, object] = {"muon_split_qkv": False, "muon_split_gated": False}
 """Keys of SOAP, which Megatron-core gives no arguments and takes fused weights whole for (0.19)."""
