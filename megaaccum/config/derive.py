@@ -68,11 +68,11 @@ def _derive_attention(model: ModelConfig) -> None:
 
 
 def _derive_mlp(model: ModelConfig) -> None:
-    model.swiglu |= model.quick_geglu
-    # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two, as in Megatron-LM's arguments. These
-    # give a toy's MLP no width at all.
+    # A gated MLP has three matrices; 2/3 of the width keeps the parameters of two, as in Megatron-LM's arguments, which
+    # do so for swiglu alone. These give a toy's MLP no width at all.
     gated = max(64, int(4 * model.hidden_size * 2 / 3) // 64 * 64)
-    _fill(model, ffn_hidden_size=gated if model.swiglu else 4 * model.hidden_size)
+    _fill(model, ffn_hidden_size=gated if model.swiglu and not model.quick_geglu else 4 * model.hidden_size)
+    model.swiglu |= model.quick_geglu
     if model.num_experts is not None:
         _fill(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if model.add_bias_linear:

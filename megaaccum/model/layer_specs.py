@@ -48,7 +48,9 @@ def prediction_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Spec of the multi-token-prediction layers of this chunk, or None if it has none. They are like the decoder's
     last layer, which may be on another stage."""
-    last = get_gpt_decoder_layer_specs(config, not made_of.local, normalization=config.normalization)[-1]
+    last = get_gpt_decoder_layer_specs(
+        config, not made_of.local, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )[-1]
     spec = get_gpt_mtp_block_spec(config, last, not made_of.local, vp_stage=vp_stage)
     return None if spec is None else _with_own_modules(spec, made_of, latent=config.multi_latent_attention)
 

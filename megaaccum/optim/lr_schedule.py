@@ -241,7 +241,7 @@ def param_groups(
     partitioned is judged by its whole shape.
 
     decoupled: max_lr and min_lr of the input embedding and the output head, which are groups of their own then. hidden:
-    the same, and eps, of all other matrices (the maximal update parametrization).
+    the same, and eps, of the matrices between them (the maximal update parametrization).
     decay_qk_norms: norms of queries and keys decay (apply_wd_to_qk_layernorm). matrices: names of those that Muon
     steps, which are groups with `matrices`; others: what all other groups have then, a share of weight_decay too.
     """
@@ -276,9 +276,10 @@ def param_groups(
 
 def _kind(name: str, param: torch.nn.Parameter, decoupled: bool, hidden: bool) -> str:
     """Which learning rate a parameter has."""
-    if decoupled and name.startswith(("embedding.word_embeddings.", "output_layer.")):
+    is_head = name.startswith("output_layer.")
+    if decoupled and (is_head or name.startswith("embedding.word_embeddings.")):
         return "ends"
-    matrix = len(getattr(param, "ds_shape", param.shape)) > 1 and "embedding" not in name
+    matrix = len(getattr(param, "ds_shape", param.shape)) > 1 and not is_head and "embedding" not in name
     return "hidden" if hidden and matrix else ""
 
 

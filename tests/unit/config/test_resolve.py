@@ -80,6 +80,7 @@ def test_everything_that_can_be_derived_is() -> None:
         (dict(), dict(ffn_hidden_size=256, num_query_groups=8, kv_channels=8, max_position_embeddings=64)),
         (dict(swiglu=True, hidden_size=96), dict(ffn_hidden_size=256)),
         (dict(swiglu=True, hidden_size=16), dict(ffn_hidden_size=64)),
+        (dict(quick_geglu=True), dict(ffn_hidden_size=256, swiglu=True)),  # Megatron narrows swiglu alone
         (dict(num_experts=4), dict(moe_ffn_hidden_size=256)),
         (dict(recompute_granularity="full"), dict(recompute_method="uniform", recompute_num_layers=1)),
         (dict(recompute_granularity="selective"), dict(recompute_modules=["core_attn"])),

@@ -8,7 +8,7 @@ import torch
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model import gpt, layers, machine
+from megaaccum.model import gpt, layers, machine, names
 from megaaccum.model.local_norm import Norm
 from megaaccum.optim import adamw, lr_schedule
 from megaaccum.pretrain.interop.load import load
@@ -78,22 +78,55 @@ def test_norms_of_queries_and_keys_decay_where_they_are_asked_to():
     assert groups_of(plan_with({}, apply_wd_to_qk_layernorm=True))[name]["wd_mult"] == 1.0
 
 
-def test_learning_rates_by_width_are_those_of_megatrons_overrides():
-    """Hidden matrices, the head among them, get lr and eps divided by the width's multiple."""
+def rates_by_width() -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """(ours, those of Megatron's overrides) of each parameter of a chunk that has the marks of Megatron's model."""
     from megatron.core.optimizer import get_mup_config_overrides
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-    plan = plan_with({"use_mup": True, "mup_base_hidden_size": 32}, lr=1e-3, hidden_size=64)
-    by_name = groups_of(plan)
+    plan = plan_with(
+        {"use_mup": True, "mup_base_hidden_size": 32},
+        lr=1e-3, hidden_size=64, untie_embeddings_and_output_weights=True, qk_layernorm=True, mtp_num_layers=1, position_embedding_type="rope",
+    )  # fmt: skip
     overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-3, min_lr=0.0, adam_eps=1e-8), 2.0)
-    for name, dim in NAMES.items():
-        param = torch.nn.Parameter(torch.ones([4] * dim))
-        theirs: dict = {}
-        for key, override in overrides.items():
-            if key.matches(param, name):
-                theirs |= override
-        assert by_name[name]["lr"] == theirs.get("max_lr", 1e-3)
-        assert by_name[name].get("eps", 1e-8) == theirs.get("eps", 1e-8)
+    named = list(names.named_parameters([chunk_of(plan)]))
+    groups = lr_schedule.param_groups(named, 0.1, hidden=adamw._hidden(plan))
+    lr_schedule.build(groups, plan.config).step(0)
+    found = {}
+    for group in groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            theirs: dict = {"max_lr": 1e-3, "eps": 1e-8}
+            for key, override in overrides.items():
+                theirs |= override if key.matches(param, name) else {}
+            ours = {"max_lr": group["lr"], "eps": group.get("eps", 1e-8)}
+            found[name] = (ours, {key: theirs[key] for key in ours})
+    return found
+
+
+def chunk_of(plan: Plan) -> torch.nn.Module:
+    """The model of a plan for one rank, inside it."""
+    from megaaccum.distributed import groups
+
+    built = groups.build(plan.layout, timeout_minutes=1)
+    gpt.seed_dropout(built, seed=1)
+    return gpt.build_chunk(plan, built, gpt.transformer_config(plan), 64, 0)
+
+
+def test_learning_rates_by_width_are_those_of_megatrons_overrides():
+    """Matrices between embedding and head get lr and eps divided by the width's multiple."""
+    (found,) = run_ranks(rates_by_width, 1)
+    assert all(ours == theirs for ours, theirs in found.values()), found
+    assert {name.split(".")[0] for name, (ours, _) in found.items() if ours["max_lr"] == 5e-4} == {"decoder", "mtp"}
+    assert found["output_layer.weight"][0]["max_lr"] == 1e-3
+
+
+def norms_of_queries() -> set[str]:
+    """The classes of the norms of queries, of the decoder and of a layer that predicts further tokens."""
+    chunk = chunk_of(plan_with({"qk_l2_norm": True}, mtp_num_layers=1, position_embedding_type="rope"))
+    return {type(each).__name__ for name, each in chunk.named_modules() if name.endswith("q_layernorm")}
+
+
+def test_queries_have_their_norm_in_every_layer():
+    assert run_ranks(norms_of_queries, 1) == [{"L2Norm"}]
 
 
 def test_models_that_need_kernels_are_refused_where_there_are_none():
@@ -114,16 +147,12 @@ def layers_of_a_hybrid() -> tuple[str, list[str]]:
 
     from megatron.training.models import hybrid as theirs
 
-    from megaaccum.distributed import groups
     from tests.support import hybrid
 
     flags = f"--hybrid-layer-pattern {hybrid.PATTERN} --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2"
     config = load(None, f"{HYBRID} {flags}".split())
-    plan = resolve(config, world_size=1)
-    built = groups.build(plan.layout, timeout_minutes=1)
-    gpt.seed_dropout(built, seed=1)
     with patch.object(theirs, "default_hybrid_stack_spec", hybrid.stack_spec()):
-        chunk = gpt.build_chunk(plan, built, gpt.transformer_config(plan), 64, 0)
+        chunk = chunk_of(resolve(config, world_size=1))
     return type(chunk).__name__, [type(layer).__name__ for layer in chunk.decoder.layers]
 
 
@@ -135,6 +164,6 @@ HYBRID = (
 
 
 def test_a_pattern_of_layers_is_built_by_megatrons_hybrid_builder():
-    ((model, names),) = run_ranks(layers_of_a_hybrid, 1)
+    ((model, kinds),) = run_ranks(layers_of_a_hybrid, 1)
     assert model == "HybridModel"
-    assert names == ["MambaLayer", "TransformerLayer", "MLPLayer", "MambaLayer"]
+    assert kinds == ["MambaLayer", "TransformerLayer", "MLPLayer", "MambaLayer"]

@@ -70,7 +70,7 @@ def _shape(given: ParsedFlags, reading: Reading) -> None:
     """Set layers, key/value heads and positions, which have more than one flag each."""
     args, checked = given.args, given.checked
     layers = checked.num_layers if checked is not None else args.num_layers or args.encoder_num_layers
-    if given.has("num_layers", "encoder_num_layers", "hybrid_layer_pattern"):
+    if layers is not None and given.has("num_layers", "encoder_num_layers", "hybrid_layer_pattern"):
         reading.put("num_layers", layers, given, "num_layers" if given.has("num_layers") else "encoder_num_layers")
     if args.group_query_attention:
         reading.put("num_query_groups", args.num_query_groups, given, "num_query_groups")

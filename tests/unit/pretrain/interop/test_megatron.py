@@ -289,6 +289,7 @@ def test_a_layer_pattern_alone_makes_a_hybrid_model():
     from megatron.core.transformer import TransformerConfig
 
     config = config_of("--hybrid-layer-pattern M*M* --position-embedding-type none")
+    assert some("--hybrid-layer-pattern M*M*").problems == []  # as a file that has num_layers besides
     assert config.megatron["is_hybrid_model"] is True
     words = f"{BASE} --hybrid-layer-pattern M*M* --mamba-num-groups 4 --position-embedding-type none"
     assert built_fields(parse(words.split()))["is_hybrid_model"] is True
