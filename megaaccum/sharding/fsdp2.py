@@ -256,8 +256,16 @@ class Fsdp2Backend(ShardingBackend):
         try:
             yield
         finally:
-            for unit in self._units():
-                unit.reshard()
+            self._reshard()
+
+    def step(self) -> None:
+        super().step()
+        self._reshard()  # a forward alone, after the last backward, has gathered the weights from before the step
+
+    def _reshard(self) -> None:
+        """Drop the gathered weights."""
+        for unit in self._units():
+            unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
         return [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
@@ -283,8 +291,7 @@ class Fsdp2Backend(ShardingBackend):
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
         adam.set_adam_step(self.optimizer, trained, num_steps)
-        for unit in self._units():
-            unit.reshard()  # what is gathered is of before; a module's own parameters alone
+        self._reshard()  # what is gathered is of before
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self.optimizer)}

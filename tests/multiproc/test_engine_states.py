@@ -273,8 +273,8 @@ class Pairs:
         """How the two calls depart from the table, in what they raise or in the step that is then taken."""
         self.made.load(f"{self.folder}/first")
         model, found = Model(), []
-        # A first part of the step, and the rest of it, or all of it if it ends at once.
-        sizes = (4, 0) if second in ("optim_step", "load") else (2, 2)
+        # A first part of the step, and the rest of it, or all of it if nothing of it comes after.
+        sizes = (2, 2) if second in ("forward_backward", "train_step", "trial", "save", "gather_ahead") else (4, 0)
         for name, size in zip((first, second), sizes, strict=True):
             due, after = model.after(name, size)
             text = said(lambda name=name, at=model.opened, size=size: self.call(name, self.data[at : at + size]))
@@ -284,10 +284,14 @@ class Pairs:
             if self.made.step != model.steps:
                 found.append(f"{first}, {second}: {self.made.step} steps after {name}, not {model.steps}")
         taken: list[tuple[Any, ...]] = []
-        text = said(lambda: taken.append(self.rest_of_the_step(model) if model.opened else self.step()))
+        text = said(
+            lambda: taken.extend([self.rest_of_the_step(model), self.step()] if model.opened else [self.step()])
+        )
         found += [f"{first}, {second}: the step after them says {text!r}"] if text else []
         return found + [
-            f"{first}, {second}: {each}" for got in taken for each in differences(got, self.due[model.steps])
+            f"{first}, {second}: step {step + 1}: {each}"
+            for step, got in enumerate(taken, model.steps)
+            for each in differences(got, self.due[step])
         ]
 
     def rest_of_the_step(self, model: Model) -> tuple[Any, ...]:
@@ -353,7 +357,7 @@ def pairs_with_gradients_that_stay(folder: str, mode: str) -> list[str]:
     ("mistake", "words"),
     [
         (pairs_with_a_load_that_keeps, "forward_backward, load: the step after them says 'StepError: step 1 is open"),
-        (pairs_with_gradients_that_stay, "forward_backward, load: norm "),
+        (pairs_with_gradients_that_stay, "forward_backward, load: step 1: norm "),
     ],
 )
 def test_a_mistake_is_seen(tmp_path, mistake, words):
