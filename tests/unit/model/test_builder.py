@@ -85,7 +85,8 @@ def rates_by_width() -> dict[str, tuple[dict[str, float], dict[str, float]]]:
 
     plan = plan_with(
         {"use_mup": True, "mup_base_hidden_size": 32},
-        lr=1e-3, hidden_size=64, untie_embeddings_and_output_weights=True, qk_layernorm=True, mtp_num_layers=1, position_embedding_type="rope",
+        lr=1e-3, hidden_size=64, untie_embeddings_and_output_weights=True, qk_layernorm=True, mtp_num_layers=1,
+        position_embedding_type="rope",
     )  # fmt: skip
     overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-3, min_lr=0.0, adam_eps=1e-8), 2.0)
     named = list(names.named_parameters([chunk_of(plan)]))
