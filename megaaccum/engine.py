@@ -340,11 +340,13 @@ class Engine:
             before = rng.snapshot()
             with self.observer.watching():
                 attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
-            yield attempt
-            self.backend.discard()
-            router_state.begin_step(self.chunks)
-            rng.restore(before)
-            self.observer.pop()  # no step's measurements
+            try:
+                yield attempt
+            finally:
+                self.backend.discard()
+                router_state.begin_step(self.chunks)
+                rng.restore(before)
+                self.observer.pop()  # no step's measurements
 
     @contextmanager
     def _guarded(self, *, trains: bool = False) -> Iterator[None]:

@@ -260,7 +260,8 @@ class _SavedTensor:
     """A tensor that autograd saves: counted as long as it lives, once per storage."""
 
     def __init__(self, ledger: Ledger, tensor: torch.Tensor):
-        self.tensor, self._ledger = tensor, ledger
+        # A schedule empties an output that was sent; the operation that made it may have saved it.
+        self.tensor, self._ledger = tensor.detach(), ledger
         storage = tensor.untyped_storage()
         self._key = storage.data_ptr()
         ledger.add(self._key, storage.nbytes())

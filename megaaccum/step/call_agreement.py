@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megaaccum.step.train_step import TrainStep
 
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
+_LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
 
 
@@ -51,13 +52,14 @@ def on_step(
         given=(len(microbatches), batch.num_microbatches),
         add=_whole_number(weights),
         step=step,
-        seq_length=length,
         micro_batch_size=rows,
+        **{_LENGTH: length},
     )
     if (rows, length) != planned:
         raise RankDisagreement(
             f"every rank has micro-batches of {rows} x {length} tokens, but the plan says micro_batch_size"
-            f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches."
+            f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches, or set"
+            " variable_seq_lengths to true."
         )
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
@@ -100,7 +102,7 @@ def on_call(
     forward_backward since the last optim_step. given: micro-batches that this rank has, which may differ, and as many
     as the step takes. add: added up over the ranks.
     """
-    plain = {"step": 0, "num_microbatches": 0, "seq_length": 0, "micro_batch_size": 0, "total_weight": 0}
+    plain = {"step": 0, "num_microbatches": 0, _LENGTH: 0, "micro_batch_size": 0, "total_weight": 0}
     return check_agreement(
         steps.digest,
         details=steps.plan.facts,
@@ -139,8 +141,13 @@ def with_lengths(
     torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=pp)
     most, least = limits[0].tolist(), (-limits[1]).tolist()
     longest = plan.batch.seq_length
+    if 0 in most and pp.size() == 1:  # nothing is received
+        return batch, None
     if 0 in most:
-        return batch, ConfigError("variable_seq_lengths: no stage of the pipeline knows the lengths: give lengths=")
+        return batch, ConfigError(
+            "variable_seq_lengths: no stage of the pipeline knows the lengths: give micro-batches with tokens or"
+            " input_ids, or call forward_backward with lengths="
+        )
     if most != least:
         return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
     if max(most) > longest:

@@ -52,8 +52,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         raise ConfigError(problems)
     accept_packed_sequences(chunks)
     for chunk in chunks:
-        if not hasattr(chunk, "model_type"):
-            chunk.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask
+        _answer_schedules(chunk)
     for config in configs.values():
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
@@ -66,6 +65,16 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
             # By these Megatron counts the forwards before the first backward.
             config.virtual_pipeline_model_parallel_size = plan.layout.vpp
             config.microbatch_group_size_per_vp_stage = plan.config.parallel.microbatch_group_size_per_vp_stage
+
+
+def _answer_schedules(chunk: Any) -> None:
+    """Give a user's module what Megatron's schedules ask of it: a type, and layers of what it calls its decoder, on
+    which they number micro-batches for CUDA graphs."""
+    if not hasattr(chunk, "model_type"):
+        chunk.model_type = ModelType.encoder_or_decoder
+    decoder: Any = getattr(chunk, "decoder", None)
+    if isinstance(decoder, torch.nn.Module) and not hasattr(decoder, "layers"):
+        decoder.layers = ()  # type: ignore[assignment]  # no module
 
 
 def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
@@ -162,6 +171,12 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
         if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
             problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
         problems += module_problems(chunk)
+    held = Counter(id(param) for chunk in chunks for param in chunk.parameters())
+    if shared := [name for name, param in names.named_parameters(chunks) if held[id(param)] > 1]:
+        problems.append(
+            f"{listed(shared)}: one parameter in two chunks of this rank, which would both reduce it: give each chunk"
+            " its own"
+        )
     return problems + parameter_problems(plan.config.sharding.backend, dict(names.named_parameters(chunks)))
 
 

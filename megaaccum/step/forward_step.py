@@ -67,8 +67,9 @@ class ForwardStep:
         output, loss_func = given
         if self._sent and number != self._last and not return_schedule_plan:
             output = self._as_sent(output, number, index, chunk.config)
-        if isinstance(output, torch.Tensor) and output._base is not None:
-            # Megatron's schedules empty an output that was sent, and refuse a view, as torch's own Linear returns one.
+        if isinstance(output, torch.Tensor) and (output._base is not None or (output.is_leaf and output.requires_grad)):
+            # Megatron's schedules empty an output that was sent. They refuse a view, as torch's own Linear returns one;
+            # a leaf is what this stage has received, and whose gradient it sends back.
             output = pytorch.without_base(output)
         for end in self._end_forward:
             end(*at, output)

@@ -157,10 +157,10 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     elif not isinstance(weight, torch.Tensor):
         weight = torch.as_tensor(weight)
-    weight = weight.detach().to(device=total.device, dtype=torch.float64)
+    weight = weight.detach().to(device=total.device, dtype=torch.float64, copy=True)
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
-    # Cloned: what is reported must not change if it is scaled in place.
+    # Cloned, as the weight is: what is reported must not change if the caller changes it in place.
     try:
         kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
     except (TypeError, ValueError, RuntimeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ class Microbatches:
             return [iter(self.data) for _ in range(chunks)]
         if isinstance(self.data, Sequence):
             return list(self.data)
-        return [self.data] * chunks
+        return list(tee(self.data, chunks))  # each chunk reads every micro-batch
 
     def part(self, start: int, stop: int) -> Microbatches:
         """The micro-batches from `start` to `stop`, for a flush of their own."""

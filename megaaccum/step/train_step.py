@@ -196,7 +196,7 @@ class TrainStep:
             filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
             batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
         batch, unknown = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
-        if batch.lengths is not None or unknown is not None:
+        if self.plan.config.batch.variable_seq_lengths:
             raise_together(unknown)
         return batch
 
@@ -444,15 +444,16 @@ class TrainStep:
         before = self.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
         self.fp8.begin_attempt()
         training = [module for chunk in self.chunks for module in chunk.modules() if module.training]
-        for chunk in self.chunks:
-            chunk.eval()
+        torch.nn.ModuleList(self.chunks).eval()
         evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(self.plan, self.groups, len(batch))))
         evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
-        with torch.no_grad():
-            self.flush(evaluation, batch, reduce=True, forward_only=True)
-        for module in training:  # a part that is frozen may be evaluated in training too
-            module.training = True
-        self.fp8.restore(before)
+        try:
+            with torch.no_grad():
+                self.flush(evaluation, batch, reduce=True, forward_only=True)
+        finally:
+            for module in training:  # a part that is frozen may be evaluated in training too
+                module.training = True
+            self.fp8.restore(before)
         raise_together(evaluation.tally.problem)
         return evaluation.tally
 

@@ -222,7 +222,11 @@ def when_added(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
 
 def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
-    Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run)."""
+    Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run). It reduces
+    by the reduce-scatter of now, whatever one another engine has set until then."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    mine = param_and_grad_buffer.dist_reduce_scatter_func
 
     def watch(group: Any) -> None:
         start_grad_sync = group.start_grad_sync
@@ -232,6 +236,7 @@ def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
                 for bucket in group.buckets:
                     for param in bucket.params_list:
                         call(param)
+            reduce_scatter(mine)
             start_grad_sync(*args, **kwargs)
 
         group.start_grad_sync = start

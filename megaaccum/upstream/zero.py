@@ -87,9 +87,12 @@ class ZeroDriver(ABC):
         self.optimizer = engine.optimizer
         self.params: list[torch.nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad]
         # The backend's own hooks decide in which backward a gradient is final.
-        for hook in self.optimizer._grad_acc_hooks:
-            hook.remove()
-        self.optimizer._grad_acc_hooks.clear()
+        # Those of "leaf modules", which DeepSpeed makes of the experts of Mixtral and Qwen-MoE, hand all of a module's
+        # gradients over in every backward.
+        for hooks in (self.optimizer._grad_acc_hooks, getattr(self.optimizer, "_leaf_module_hooks", [])):
+            for hook in hooks:
+                hook.remove()
+            hooks.clear()
         self._step_without_verdict()
 
     def _step_without_verdict(self) -> None:

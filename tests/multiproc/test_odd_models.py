@@ -1,0 +1,238 @@
+"""Models and calls that no example has: the step of each is that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaaccum.errors import ConfigError
+from megaaccum.lab.verification.testing import run_ranks
+from tests.support import huggingface as hf
+
+WIDTH, LENGTH, COUNT = 8, 4, 6
+Weights = dict[str, Any]
+
+
+def stage(number: int, count: int, kind: str) -> Any:
+    """A linear layer; on the first stage under a tanh, which saves its output; on the second none for some
+    micro-batches, whose input is then its output."""
+    import torch
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pre_process, self.post_process = number == 0, number == count - 1
+            self.name_in_model, self.received = f"stages.{number}.", None
+            torch.manual_seed(number)
+            self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+        def set_input_tensor(self, tensor: Any) -> None:
+            self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self, batch: Any) -> Any:
+            x = batch if self.pre_process else self.received
+            if kind == "drops" and number == 1 and float(batch[0, 0, 0]) > 0:
+                return x
+            return torch.tanh(self.layer(x)) if kind == "saves" and number == 0 else self.layer(x)
+
+    return Stage()
+
+
+def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+    return chunk(next(data_iterator)), lambda out: (out.square().sum(), LENGTH, {})
+
+
+def data() -> list[Any]:
+    import torch
+
+    torch.manual_seed(7)
+    return [torch.randn(LENGTH, 1, WIDTH) * (-1) ** index for index in range(COUNT)]
+
+
+def plan_of(**layout: Any) -> Any:
+    from megaaccum import Plan
+
+    batch = dict(micro_batch_size=1, seq_length=LENGTH, global_batch_size=COUNT)
+    sharding = dict(backend=layout.pop("backend", "ddp"))
+    batch |= layout.pop("batch", {})
+    return Plan.of(layout=layout, batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), hidden_size=WIDTH)
+
+
+def engine_on(plan: Any, chunks: Any, **keys: Any) -> Any:
+    import torch
+
+    from megaaccum import initialize
+
+    keys = dict(forward_step_func=forward_step, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)) | keys
+    return initialize(plan, chunks, **keys)
+
+
+def update(kind: str, layout: dict[str, Any], iterator: bool = False) -> Weights:
+    """Gradients, as the update of a step with a learning rate of 1."""
+    import torch
+
+    plan = plan_of(**layout)
+    stages = plan.layout.stages(torch.distributed.get_rank())
+    engine = engine_on(plan, [stage(number, plan.layout.num_stages, kind) for number in stages])
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    if iterator:
+        engine.forward_backward(iter(data()), COUNT)
+        engine.optim_step()
+    else:
+        engine.train_step(data())
+    return {name: before[name] - tensor for name, tensor in engine.whole_weights()}
+
+
+def expected(kind: str, count: int) -> Weights:
+    stages = [stage(number, count, kind) for number in range(count)]
+    for batch in data():
+        x = None
+        for each in stages:
+            each.set_input_tensor(x)
+            x = each(batch)
+        x.square().sum().div(LENGTH * COUNT).backward()
+    return {each.name_in_model + name: param.grad for each in stages for name, param in each.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "layout", "iterator"),
+    [
+        ("drops", 3, dict(pp=3), False),
+        ("drops", 3, dict(pp=3, schedule="zb-h1"), False),
+        ("saves", 2, dict(pp=2), False),
+        ("saves", 2, dict(pp=2, schedule="zb-h1"), False),
+        ("plain", 2, dict(pp=2, schedule="zbv"), True),
+        ("plain", 2, dict(pp=2, schedule="interleaved", vpp=2), True),
+    ],
+)
+def test_the_first_gradient_is_that_of_one_process(kind, ranks, layout, iterator):
+    """In the first step memory is measured, which holds on to what autograd saves."""
+    for found in run_ranks(update, ranks, kind, layout, iterator, timeout=60):
+        whole = expected(kind, ranks * (2 if iterator else 1))
+        for name, grad in found.items():
+            assert (grad - whole[name]).norm() <= 1e-6 * whole[name].norm(), name
+
+
+# --- transformers' models that DeepSpeed and Megatron treat in a way of their own -------------------------------------
+
+
+def step_of(kind: str) -> Any:
+    def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        import torch
+
+        tokens = next(data_iterator)["input_ids"]
+        given = dict(decoder_input_ids=tokens[:, :-1]) if kind == "t5" else {}
+        logits = model(input_ids=tokens[:, :-1], **given).logits
+        sum_of = torch.nn.CrossEntropyLoss(reduction="sum")
+        return logits, lambda out: (sum_of(out.flatten(0, 1), tokens[:, 1:].flatten()), tokens[:, 1:].numel(), {})
+
+    return step
+
+
+def of_transformers(kind: str) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "t5":  # its decoder has no `layers`
+        sizes = dict(vocab_size=hf.VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0)
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    name, keys = hf.MODELS[kind]
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**keys))
+
+
+def tokens_of(count: int) -> list[dict[str, Any]]:
+    import torch
+
+    torch.manual_seed(5)
+    return [{"input_ids": torch.randint(0, hf.VOCAB, (1, 13))} for _ in range(count)]
+
+
+def apart_from_one_process(kinds: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
+    """The largest distance of a parameter's gradient from that of one process, relative to it."""
+    import torch
+
+    from megaaccum import Plan
+
+    rank, far = torch.distributed.get_rank(), {}
+    for kind, sharding in kinds:
+        batches, model, alone = tokens_of(8), of_transformers(kind), of_transformers(kind)
+        for batch in batches:
+            output, loss_func = step_of(kind)(iter([batch]), alone)
+            (loss_func(output)[0] / 96).backward()
+        keys = dict(micro_batch_size=1, seq_length=13, global_batch_size=8)
+        plan = Plan.of(batch=keys, sharding=sharding, optimizer=dict(clip_grad=0.0))
+        engine = engine_on(plan, model, forward_step_func=step_of(kind))
+        before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+        engine.train_step(batches[rank::2])
+        grads = {name: before[name] - tensor for name, tensor in engine.whole_weights()}
+        named = {name: param.grad for name, param in alone.named_parameters() if param.grad is not None}
+        assert named.keys() <= grads.keys()
+        far[f"{kind}, {sharding}"] = max(
+            float((grads[name] - grad).norm() / grad.norm().clamp(min=1e-4)) for name, grad in named.items()
+        )
+    return far
+
+
+def test_experts_that_deepspeed_makes_leaves_of_are_trained():
+    """DeepSpeed 0.19 hooks the experts of these classes under ZeRO-3; T5 calls its decoder so."""
+    cells = [
+        ("mixtral", dict(zero_stage=3)),
+        ("qwen3_moe", dict(zero_stage=3, reduce_bucket_size=3000)),
+        ("qwen3_moe", dict(zero_stage=3, sync="streaming")),
+        ("t5", dict(zero_stage=3)),
+    ]
+    for found in run_ranks(apart_from_one_process, 2, cells, timeout=150):
+        assert max(found.values()) < 1e-4, found
+
+
+# --- calls that leave an engine usable --------------------------------------------------------------------------------
+
+
+def shared() -> str:
+    import torch
+
+    plan = plan_of(pp=2, schedule="zbv")
+    chunks = [stage(number, 4, "plain") for number in plan.layout.stages(torch.distributed.get_rank())]
+    chunks[1].layer.weight = chunks[0].layer.weight
+    with pytest.raises(ConfigError) as raised:
+        engine_on(plan, chunks)
+    return str(raised.value)
+
+
+def test_a_parameter_in_two_chunks_is_refused():
+    for text in run_ranks(shared, 2):
+        assert "stages.0.layer.weight, stages.3.layer.weight: one parameter in two chunks" in text
+
+
+def after_errors() -> dict[str, Any]:
+    """States after errors that an engine survives."""
+    import torch
+
+    def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        def loss_func(out: Any) -> tuple[Any, Any, dict[str, Any]]:
+            return out.square().sum(), running.add_(1.0), {}  # one tensor for all micro-batches
+
+        return chunk(next(data_iterator)), loss_func
+
+    running = torch.zeros((), dtype=torch.float64)
+    made = engine_on(plan_of(batch=dict(variable_seq_lengths=True)), torch.nn.Linear(WIDTH, WIDTH))
+    unnamed = made.train_step(data()).weight  # micro-batches that say nothing of their length
+    made = engine_on(plan_of(), torch.nn.Linear(WIDTH, WIDTH))
+
+    def spoiled(data_iterator: Any, chunk: Any) -> Any:
+        raise ConfigError("a wrong setting of the user's")
+
+    with pytest.raises(ConfigError):
+        made.forward(data(), forward_step_func=spoiled)
+    trains = made.chunks[0].training
+    with pytest.raises(ConfigError), made.trial(data()):
+        raise ConfigError("in the body")
+    left = any(param.grad is not None for param in made.chunks[0].parameters())
+    made.train_steps.forward_step_func = step
+    return {"unnamed": unnamed, "trains": trains, "left": left, "weight": made.train_step(data()).weight}
+
+
+def test_an_error_that_an_engine_survives_leaves_nothing():
+    assert run_ranks(after_errors, 1) == [{"unnamed": 24.0, "trains": True, "left": False, "weight": 21.0}]
