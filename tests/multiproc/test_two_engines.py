@@ -81,6 +81,17 @@ def test_steps_in_turns_are_the_steps_of_each_engine_alone():
         assert [tensor, v] == alone and len(set(tensor)) == 3
 
 
+@pytest.mark.parametrize("keys", ["--reproducible layout", "--deterministic", "--optimizer muon"])
+def test_engines_of_megatrons_reduce_each_in_its_own_way(keys):
+    """Its reduce-scatter is a global of the module, which each engine sets."""
+    cases = tuple(Case(3, f"--backend megatron --pp_microbatches 8 {each}", "--num_layers 2 ") for each in (keys, ""))
+    alone = [run_ranks(trained, 3, (case,), timeout=100)[0][0] for case in cases]
+    for order in (1, -1):
+        found = run_ranks(trained, 3, cases[::order], timeout=100)[0]
+        for steps, due in zip(found[::order], alone, strict=True):
+            assert [each for step in steps for each in step] == pytest.approx([each for step in due for each in step])
+
+
 def own_modules(switch: bool = True) -> list[list]:
     """[loss, pipeline ranks, those that parallel_state has in the forwards] of engines over plain modules, made
     without a word on groups: of pp 2, of pp 1, of the first once more."""
