@@ -186,7 +186,8 @@ class Engine:
 
     @property
     def consumed_samples(self) -> int:
-        """Sequences of those steps, over all ranks."""
+        """Sequences of those steps, over all ranks, as the plan cuts the batch: a step of more or fewer micro-batches
+        counts as a planned one."""
         return self.train_steps.transaction.consumed_samples
 
     @property

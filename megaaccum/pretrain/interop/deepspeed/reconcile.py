@@ -165,7 +165,8 @@ def _precision(reconciler: Reconciler, name: str, value: object) -> None:
     reconciler.same(f"{name}.enabled", block.get("enabled"), key)
     if any(block.get(inner) for inner in BF16_OPTIMIZER):
         reconciler.same(f"{name}.{next(iter(BF16_OPTIMIZER))}", "bf16", "optimizer_dtype")
-    if name == "fp16" and block.get("enabled") is not False:
+    enabled = block.get("enabled")
+    if name == "fp16" and enabled is not False and (enabled != "auto" or reconciler.config.sharding.fp16):
         _loss_scale(reconciler, block)
 
 

@@ -106,7 +106,7 @@ def test_auto_leaves_everything_to_the_keys() -> None:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "initial_scale_power": 11},  # as Accelerate's
         "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
         **adam(lr="auto", betas="auto", eps="auto", weight_decay="auto"),
         **scheduler("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto"),
@@ -284,6 +284,8 @@ def test_keys_that_move_the_scale_have_no_effect_beside_a_fixed_one() -> None:
     assert plan(2, deepspeed={"fp16": DYNAMIC | {"loss_scale": 128}}).config.step.loss_scale == 128.0
     moving = plan(2, deepspeed={"fp16": DYNAMIC}).config.step
     assert (moving.loss_scale, moving.initial_loss_scale, moving.hysteresis) == (None, 2048.0, 3)
+    auto = plan(2, deepspeed={"fp16": DYNAMIC | {"enabled": "auto"}}, fp16=True).config.step
+    assert (auto.initial_loss_scale, auto.hysteresis) == (2048.0, 3)
 
 
 def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: Path) -> None:
