@@ -74,9 +74,14 @@ class DdpBackend(AccumulatingBackend):
         self._arrived: set[int] = set()
         self._open: list[DistributedDataParallel] = []
         """The reducers of the chunk whose final gradients come now."""
+        # A tied embedding's gradient comes twice. A recomputed layer has a backward of its own, at whose end DDP waits
+        # for all reductions if its gradients are the rank's last: ranks that have others to come need its experts.
+        at_end = plan.config.parallel.overlap_moe_expert_parallel_comm or (
+            plan.layout.ep > 1 and plan.config.model.recompute_granularity is not None
+        )
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self.reduce_chunk, number) for number in range(len(chunks))]
-        elif not plan.config.parallel.overlap_moe_expert_parallel_comm:  # else a tied embedding's gradient comes twice
+        elif not at_end:
             for ddps in self._of_chunk:
                 for param in (param for ddp in ddps for param in _trainable(ddp)):
                     param.register_hook(partial(self._before_gradient, ddps, param))

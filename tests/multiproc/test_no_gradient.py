@@ -16,6 +16,7 @@ EXPERTS = (
 )
 BOUNDARIES = ("", "--sync streaming ", "--zero_stage 2 ", "--backend fsdp2 ", "--backend fsdp2 --sync streaming ",
               "--backend megatron ", "--backend ddp ")  # fmt: skip
+SMALL_BUCKETS = "--reduce_bucket_size 4000 --zero_stage "
 WHOLE = "--tensor_model_parallel_size 2 --sequence_parallel --expert_tensor_parallel_size 1 "
 SPLIT, PLAIN = "--pp_microbatches 4 --pipeline_model_parallel_size 2 --schedule dualpipev ", "--pp_microbatches 4 "
 
@@ -52,17 +53,24 @@ def test_every_boundary(change, model, pipeline):
 
 def test_parameters_that_some_microbatches_skip():
     """Ranks would fill buckets in other orders: the last backward of one brings a gradient that another's does not."""
-    buckets = "--reduce_bucket_size 4000 --zero_stage "
-    layouts = [*(f"{buckets}{stage} " for stage in (1, 2, 3)), *BOUNDARIES[1:2], *BOUNDARIES[3:]]
-    layouts.append(f"{buckets}3 --reproducible layout ")
+    layouts = [*(f"{SMALL_BUCKETS}{stage} " for stage in (1, 2, 3)), *BOUNDARIES[1:2], *BOUNDARIES[3:]]
+    layouts.append(f"{SMALL_BUCKETS}3 --reproducible layout ")
     check(no_gradient.seldom, [Case(4, layout + each, SMALL) for layout in layouts for each in (PLAIN, SPLIT)])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_that_some_microbatches_skip_beside_experts_of_other_ranks(stage):
-    """A rank that waited for such a reduction in its last backward would keep its experts from another's tokens."""
-    layout = f"--expert_model_parallel_size 2 --reduce_bucket_size 4000 --zero_stage {stage} "
-    check(no_gradient.gated, [Case(4, layout + PLAIN, EXPERTS)])
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        (SMALL_BUCKETS + "1 ", no_gradient.gated),
+        (SMALL_BUCKETS + "3 ", no_gradient.gated),
+        ("--backend ddp --recompute_granularity full ", no_gradient.gated_above_frozen),
+    ],
+    ids=["zero-1", "zero-3", "ddp"],
+)
+def test_parameters_that_some_microbatches_skip_beside_experts_of_other_ranks(layout, change):
+    """A rank that waited for such a reduction in its last backward would keep its experts from another's tokens. DDP
+    waits at the end of the backward that brings the last gradient, which may be that of one recomputed layer."""
+    check(change, [Case(4, layout + "--expert_model_parallel_size 2 " + PLAIN, EXPERTS)])
 
 
 def test_layers_that_some_microbatches_skip():

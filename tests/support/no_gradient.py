@@ -70,6 +70,14 @@ def gated(chunks) -> None:
             )
 
 
+def gated_above_frozen(chunks) -> None:
+    """The same on a frozen embedding and first layer: a recomputed layer brings the last gradient."""
+    gated(chunks)
+    for name, param in named(chunks):
+        if name.startswith(("embedding.", "decoder.layers.0.")):
+            param.requires_grad_(False)
+
+
 def _reading(hidden):
     """Which samples read it, of [sequence, sample, hidden]: by two numbers that are further apart than rounding."""
     return (hidden[:1, :, :1] > hidden[:1, :, 1:2]).detach()
