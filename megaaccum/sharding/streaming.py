@@ -273,7 +273,7 @@ class StreamingBackend(DeepSpeedBackend):
         self._drop_ahead()
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
-        self._in_w = self._put_off(chunk)
+        self._in_w = self._put_off(chunk) if self._splitting else []  # none when micro-batches are looked at
         self._microbatch = self.sums.of_backward
 
     def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:

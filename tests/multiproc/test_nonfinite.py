@@ -70,7 +70,8 @@ def test_a_step_without_the_bad_microbatches_is_the_step_on_the_rest():
 def test_where_the_backward_is_split():
     """In a V rank 0 of two holds stages 0 and 3; weight gradients come in other passes than their micro-batch's I."""
     layout = PIPELINE + "--schedule zbv --nonfinite drop_microbatch "
-    cases = [Case(4, layout), Case(4, layout + "--sync streaming")]
+    streaming = layout + "--sync streaming "
+    cases = [Case(4, layout), Case(4, streaming), Case(4, streaming + "--reproducible layout")]
     faults = [Fault(0, 6, value=NAN, chunk=1), Fault(1, 1, value=NAN)]
     by_rank = run_ranks(attempts, 4, cases, faults, timeout=100)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
