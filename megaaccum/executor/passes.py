@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megaaccum.distributed.groups import default_collection
 from megaaccum.errors import ConfigError
+from megaaccum.executor import wgrad
 from megaaccum.upstream import megatron
 
 FusedPass = Callable[[Callable[[], None], Callable[[], None]], None]
@@ -140,7 +141,8 @@ class ModulePasses:
             call.config.timers("forward-compute", log_level=2).start()
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
         dtype = call.config.autocast_dtype
-        with torch.autocast("cuda", dtype=dtype) if call.config.enable_autocast else nullcontext():
+        autocast = torch.autocast("cuda", dtype=dtype) if call.config.enable_autocast else nullcontext()
+        with wgrad.forward_pass(), autocast:
             output, loss_func = call.forward_step_func(call.iterators[at.chunk], model)
         if not at.last_stage:
             at.send(output.detach())

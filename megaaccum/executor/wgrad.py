@@ -130,6 +130,21 @@ def tokens_from(number: int) -> Iterator[None]:
         _source = before
 
 
+_in_forward = False
+
+
+@contextmanager
+def forward_pass() -> Iterator[None]:
+    """Context of a forward, in which installed layers refuse a backward: its weight gradients would be taken for those
+    of the loss."""
+    global _in_forward
+    _in_forward = True
+    try:
+        yield
+    finally:
+        _in_forward = False
+
+
 def source() -> int:
     """The source whose tokens are multiplied, or whose gradient arrives."""
     return _source
@@ -261,6 +276,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        if _in_forward or torch.is_grad_enabled():
+            raise ConfigError(
+                "a forward differentiates through a linear layer of Megatron's (torch.autograd.grad), whose weight"
+                " gradient this schedule would add to that of the loss: set schedule to 1f1b or interleaved"
+            )
         (input,) = ctx.saved_tensors
         at = ctx.at
         grad_input, work = _reduced(grad_output.matmul(at.weight), at)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import huggingface as hf
 
 WIDTH, LENGTH, COUNT = 8, 4, 6
@@ -112,6 +112,58 @@ def test_the_first_gradient_is_that_of_one_process(kind, ranks, layout, iterator
         whole = expected(kind, ranks * (2 if iterator else 1))
         for name, grad in found.items():
             assert (grad - whole[name]).norm() <= 1e-6 * whole[name].norm(), name
+
+
+def with_a_force(schedule: str) -> dict[str, float]:
+    """How far gradients are from those of one process where a forward has a derivative of a linear layer of Megatron's,
+    which no loss sees."""
+    import torch
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megaaccum import build_groups
+
+    def stage_with(number: int) -> Any:
+        made = stage(number, 2, "plain")
+        config = ModelParallelConfig(use_cpu_initialization=True)
+        made.extra = ColumnParallelLinear(WIDTH, WIDTH, config=config, init_method=torch.nn.init.ones_, bias=False)
+        forward = made.forward
+
+        def forced(batch: Any) -> Any:
+            x = forward(batch)
+            at = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(made.extra(at)[0].square().sum(), at)
+            return x + made.extra(x)[0] + force
+
+        made.forward = forced
+        return made
+
+    plan = plan_of(pp=2, schedule=schedule)
+    groups = build_groups(plan)
+    with groups.current():
+        chunks = [stage_with(number) for number in plan.layout.stages(torch.distributed.get_rank())]
+        alone = [stage_with(number) for number in range(2)]
+    engine = engine_on(plan, chunks, groups=groups)
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    engine.train_step(data())
+    with groups.current():
+        for batch in data():
+            alone[0].set_input_tensor(None)
+            alone[1].set_input_tensor(alone[0](batch))
+            (alone[1](batch).square().sum() / LENGTH / COUNT).backward()
+    whole = {each.name_in_model + name: param.grad for each in alone for name, param in each.named_parameters()}
+    return {
+        name: float((before[name] - tensor - whole[name]).norm() / whole[name].norm())
+        for name, tensor in engine.whole_weights()
+    }
+
+
+def test_a_derivative_inside_a_forward_is_no_part_of_the_gradient():
+    """Where it cannot be told from the loss', it is refused."""
+    for found in run_ranks(with_a_force, 2, "1f1b", timeout=60):
+        assert max(found.values()) < 1e-5, found
+    texts = [ends.error.text for ends in try_ranks(with_a_force, 2, "zb-h1", timeout=60) if ends.error is not None]
+    assert any("a forward differentiates through a linear layer of Megatron's" in text for text in texts), texts
 
 
 # --- transformers' models that DeepSpeed and Megatron treat in a way of their own -------------------------------------
