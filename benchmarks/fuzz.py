@@ -113,6 +113,9 @@ def is_legal(cell: Cell) -> bool:
     summed = "moe_aux_loss_coeff" in cell.model and any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
     if cell.lane == "fp64" and (summed or ("num_experts" in cell.model and not cell.told)):
         return False
+    experts = int(cell.model.get("num_experts", 0))
+    if cell.lane in ("bf16", "fp16") and int(cell.model.get("moe_router_topk", 2)) < experts:
+        return False  # rounding changes which experts a token goes to
     shared = any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
     if shared and "moe_expert_capacity_factor" in cell.model:
         return False  # each of the ranks that share a sequence drops tokens of its own part

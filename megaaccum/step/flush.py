@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megaaccum.executor.entry import ForwardBackward, message_shapes
 from megaaccum.model.packed_rows import sent_shape
 from megaaccum.step.forward_step import ForwardStep
+from megaaccum.upstream import megatron
 
 if TYPE_CHECKING:
     from megaaccum.step.microbatches import Microbatches
@@ -21,6 +22,8 @@ def flush_arguments(
     interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
+    if interleaves:
+        megatron.norm_after_dense_layers()
     observers: list[object] = [steps.observer.trace, *([steps.fp8] if steps.fp8.keeps_scales else [])]
     steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
     observers.append(steps.backend.sums)

@@ -25,10 +25,11 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 def check() -> list[str]:
     """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
     latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
-    is being reduced and registers each gradient, and parallel_state's groups are globals. Sentences on those that this
-    version lacks; empty when all is well."""
+    is being reduced and registers each gradient, parallel_state's groups are globals, and a plan's dense layer has no
+    norm after it. Sentences on those that this version lacks; empty when all is well."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
@@ -41,6 +42,8 @@ def check() -> list[str]:
         problems.append("_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle")
     if ".register_grad_ready(" not in inspect.getsource(DistributedDataParallel):
         problems.append("DistributedDataParallel calls no register_grad_ready when it has added a gradient")
+    if "return layer._forward_mlp(" not in inspect.getsource(build_transformer_layer_callables):
+        problems.append("a schedule plan's dense layer returns something else than its MLP's output")
     for cls in (ColumnParallelLinear, RowParallelLinear):
         source = inspect.getsource(cls.forward)
         for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
@@ -183,6 +186,28 @@ def weigh_predictions_over_cp() -> None:
             return process(config=config, labels=labels, loss_mask=whole, cp_group=cp_group, **given)
 
     gpt_model.process_mtp_loss = over_cp
+
+
+def norm_after_dense_layers() -> None:
+    """Have Megatron's schedule plans apply the final norm after a last layer that is dense too. Theirs is a part of the
+    node that combines the experts' outputs (megatron-core 0.19: submodule_combine_forward), and such a layer has none:
+    the head reads what is not normalized, and the norm's weight gets no gradient."""
+    from megatron.core.models.common import fine_grained_callables as callables
+    from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables as build
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def built(layer: Any) -> tuple[list[Any], Any]:
+        (attention, dispatch, mlp, *rest), weight_grads = build(layer)
+
+        def mlp_and_norm(node: Any, *inputs: Any) -> Any:
+            output = mlp(node, *inputs)
+            norm = node.is_last_layer and node.chunk_state.model.decoder.final_layernorm
+            return norm(output) if norm else output
+
+        dense = not isinstance(layer.mlp, MoELayer)
+        return [attention, dispatch, mlp_and_norm if dense else mlp, *rest], weight_grads
+
+    callables.build_transformer_layer_callables = built
 
 
 def reduce_scatter(reduce_scatter: Callable[..., Any] | None = None) -> None:

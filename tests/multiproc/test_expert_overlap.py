@@ -55,6 +55,14 @@ def test_dense_layers_first_and_prediction_at_the_end_of_a_v():
     check([Case(4, layout + OVERLAP, model, "bf16")])
 
 
+def test_a_dense_layer_last():
+    """Megatron's plans apply the final norm after a last layer with experts alone. Tokens go to all experts: rounding
+    would change which they go to."""
+    model = MODEL.replace("--num_layers 8", "--num_layers 8 --moe_layer_freq 2").replace("topk 2", "topk 4")
+    check([replace(case("none"), model=model)])
+    check([replace(case(schedule), model=model) for schedule in ("dualpipev", "interleaved")])
+
+
 def watched(at: Case) -> tuple[dict[str, torch.Tensor], list[tuple[bool, bool]]]:
     """The gradient, and of every layer that a plan ran whether it ran forward, and backward."""
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan as Plan
