@@ -214,9 +214,10 @@ def _derive_precision(sharding: ShardingConfig) -> None:
 
 
 def _derive_optimizer(optimizer: OptimizerConfig, train_iters: int) -> None:
-    _fill(optimizer, lr_decay_iters=train_iters)
+    if optimizer.lr_decay_samples is None:
+        _fill(optimizer, lr_decay_iters=train_iters)
     # A fraction stays a fraction: Megatron-LM multiplies it by samples and may end the warm-up inside a step.
-    if optimizer.lr_warmup_fraction is None:
+    if optimizer.lr_warmup_fraction is None and optimizer.lr_warmup_samples is None:
         _fill(optimizer, lr_warmup_iters=0)
     if optimizer.weight_decay_incr_style == "constant":
         _fill(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)

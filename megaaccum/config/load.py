@@ -18,7 +18,9 @@ UNREADABLE = "unreadable"
 RIVALS: tuple[frozenset[str], ...] = tuple(
     frozenset(group.split())
     for group in (
-        "lr_warmup_iters lr_warmup_fraction",
+        "lr_warmup_iters lr_warmup_samples lr_warmup_fraction",
+        "lr_decay_iters lr_decay_samples",
+        "lr_wsd_decay_iters lr_wsd_decay_samples",
         "bf16 fp16 params_dtype",
         "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
         "data_path train_data_path",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from megaaccum.config import lr_scaling
+from megaaccum.config import lr_scaling, lr_spans
 from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
@@ -50,6 +50,7 @@ def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolve
     dp = _data_parallel_size(resolved, world_size)
     batch = _cut_batch(resolved, dp, notes, problems) if dp else None
     ramp = _ramp(resolved, batch, notes, problems) if batch is not None and not problems else None
+    problems += lr_spans.too_long(resolved, ramp) if ramp is not None else ()
     if batch is None or ramp is None or problems:
         raise ConfigError(problems)
     lr_scaling.scale(resolved)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megaaccum.config import lr_scaling
+from megaaccum.config import lr_scaling, lr_spans
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
@@ -144,9 +144,8 @@ class LrSchedule:
             return bool(self._scheduler.lr_decay_style == "WSD")
         return True
 
-    @staticmethod
-    def _difference(name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
-        key = KEY_OF_STATE[name].name
+    def _difference(self, name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
+        key = lr_spans.key_of(self._config, KEY_OF_STATE[name].name)
         if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
             what = f"{key}: the checkpoint was made with {saved}, the configuration says {now}"
             return what, f"set {key} to {saved}"
@@ -154,6 +153,8 @@ class LrSchedule:
         steps = ramp.steps_within(int(saved))
         from_start = ramp.is_constant or name != "wsd_decay_steps"
         exact = from_start and ramp.samples_after(steps) == saved
+        if key.endswith("_samples"):
+            steps, exact = int(saved), saved == int(saved)
         return what, f"set {key} to {steps}" if exact else f"set {key} as it was"
 
 
@@ -186,31 +187,24 @@ def build(
 
 
 def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:
-    """Megatron-LM 0.19's arguments of its scheduler for iteration-based training (get_optimizer_param_scheduler of
-    megatron.training): spans of steps become spans of the samples that these steps consume."""
-    optimizer, samples_after = config.optimizer, (ramp or _constant(config)).samples_after
+    """Megatron-LM 0.19's arguments of its scheduler (get_optimizer_param_scheduler of megatron.training), which counts
+    samples: spans of steps become spans of the samples that these steps consume."""
+    optimizer, ramp = config.optimizer, ramp or _constant(config)
     assert config.run.train_iters > 0, "the config is not resolved"
-    decay_steps = optimizer.lr_decay_iters or config.run.train_iters
-    decay_samples = samples_after(decay_steps)
-    if optimizer.lr_warmup_fraction is not None:
-        warmup_samples: float = optimizer.lr_warmup_fraction * decay_samples
-    else:
-        warmup_samples = samples_after(optimizer.lr_warmup_iters or 0)
-    anneal_steps = optimizer.lr_wsd_decay_iters
+    decay, warmup, anneal = lr_spans.in_samples(config, ramp)
     start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay
     return {
         "init_lr": optimizer.lr_warmup_init,
         "max_lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
-        "lr_warmup_steps": warmup_samples,
-        "lr_decay_steps": decay_samples,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
         "lr_decay_style": optimizer.lr_decay_style,
         "start_wd": optimizer.weight_decay if start_wd is None else start_wd,
         "end_wd": optimizer.weight_decay if end_wd is None else end_wd,
-        "wd_incr_steps": samples_after(config.run.train_iters),
+        "wd_incr_steps": ramp.samples_after(config.run.train_iters),
         "wd_incr_style": optimizer.weight_decay_incr_style,
-        # The anneal is the end of the decay: its steps are the last ones, which may lie inside a ramp.
-        "wsd_decay_steps": None if anneal_steps is None else decay_samples - samples_after(decay_steps - anneal_steps),
+        "wsd_decay_steps": anneal,
         "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
     }
 

@@ -29,30 +29,23 @@ def scaling(subject: Subject) -> Iterator[str]:
         )
 
 
-def warm_up(subject: Subject) -> Iterator[str]:
-    """The warm-up has one length, and the decay is longer."""
-    optimizer = subject.optimizer
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
-        yield (
-            f"lr_warmup_iters {optimizer.lr_warmup_iters} and lr_warmup_fraction {optimizer.lr_warmup_fraction} both"
-            " give the length of the warm-up: leave one of them out."
-        )
-    decay, warm = optimizer.lr_decay_iters or 0, optimizer.lr_warmup_iters or 0
-    if decay > 0 and warm >= decay:
-        yield (
-            f"lr_warmup_iters {warm} leaves nothing of lr_decay_iters {decay} (default train_iters): set"
-            f" lr_warmup_iters to at most {decay - 1}, or lr_decay_iters to at least {warm + 1}."
-        )
+def spans(subject: Subject) -> Iterator[str]:
+    """Warm-up, decay and anneal have one length each (lr_spans.too_long compares them)."""
+    for kind, what in (("warmup", "warm-up"), ("decay", "decay"), ("wsd_decay", "anneal")):
+        names = [f"lr_{kind}_{unit}" for unit in ("iters", "samples", "fraction")]
+        lengths = {name: getattr(subject.optimizer, name, None) for name in names}
+        given = [
+            f"{name} {length}" for name, length in lengths.items() if length or (name in names[2:] and length == 0)
+        ]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} both give the length of the {what}: leave one of them out."
 
 
 def stable_then_decay(subject: Subject) -> Iterator[str]:
-    """WSD needs the length of its anneal, which lies inside the decay."""
+    """WSD needs the length of its anneal."""
     optimizer = subject.optimizer
-    anneal, decay = optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters or 0
-    if optimizer.lr_decay_style == "WSD" and anneal is None:
+    if optimizer.lr_decay_style == "WSD" and not (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
         yield "lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final anneal: set it."
-    elif optimizer.lr_decay_style == "WSD" and anneal is not None and anneal > decay > 0:
-        yield f"lr_wsd_decay_iters {anneal} is more than lr_decay_iters {decay}: set it to at most {decay}."
 
 
 def weight_decay(subject: Subject) -> Iterator[str]:

@@ -130,16 +130,22 @@ class OptimizerConfig:
     """Shape of the decay."""
     lr_decay_iters: Annotated[int | None, Facts(at_least=1, lr_state="lr_decay_steps", in_samples=True)] = None
     """Steps until min_lr; default train_iters."""
+    lr_decay_samples: Annotated[int | None, Facts(at_least=1)] = None
+    """The same in samples, to the sample; instead of lr_decay_iters."""
     lr_warmup_iters: Annotated[int | None, Facts(at_least=0, lr_state="lr_warmup_steps", in_samples=True)] = None
     """Steps of linear warm-up."""
+    lr_warmup_samples: Annotated[int | None, Facts(at_least=0)] = None
+    """The same in samples; instead of lr_warmup_iters."""
     lr_warmup_fraction: Annotated[float | None, Facts(at_least=0, below=1)] = None
-    """Warm-up as a share of lr_decay_iters; instead of lr_warmup_iters."""
+    """Warm-up as a share of the decay; instead of lr_warmup_iters."""
     lr_warmup_init: Annotated[float, Facts(at_least=0, lr_state="init_lr")] = 0.0
     """Learning rate at step 0."""
     lr_wsd_decay_iters: Annotated[
         int | None, Facts(at_least=1, needs="lr_decay_style WSD", lr_state="wsd_decay_steps", in_samples=True)
     ] = None
     """Steps of the final anneal of WSD."""
+    lr_wsd_decay_samples: Annotated[int | None, Facts(at_least=1, needs="lr_decay_style WSD")] = None
+    """The same in samples; instead of lr_wsd_decay_iters."""
     lr_wsd_decay_style: Annotated[
         Literal["linear", "cosine", "exponential", "minus_sqrt"],
         Facts(needs="lr_decay_style WSD", lr_state="lr_wsd_decay_style"),

@@ -148,10 +148,11 @@ def num_tokens(batch: Any) -> int:
 def lr_schedule(adam: torch.optim.Optimizer, plan: Plan) -> OptimizerParamScheduler:
     """Megatron's schedule of a run whose steps all take the same batch; it counts samples."""
     keys, size, steps = plan.config.optimizer, plan.batch.global_batch_size, plan.config.run.train_iters
-    decay = (keys.lr_decay_iters or steps) * size
-    warmup: float = (keys.lr_warmup_iters or 0) * size
+    decay = keys.lr_decay_samples or (keys.lr_decay_iters or steps) * size
+    warmup: float = keys.lr_warmup_samples or (keys.lr_warmup_iters or 0) * size
     if keys.lr_warmup_fraction is not None:
         warmup = keys.lr_warmup_fraction * decay
+    anneal = keys.lr_wsd_decay_samples or (keys.lr_wsd_decay_iters or 0) * size or None
     start, end = keys.start_weight_decay, keys.end_weight_decay
     return OptimizerParamScheduler(
         adam,
@@ -159,8 +160,7 @@ def lr_schedule(adam: torch.optim.Optimizer, plan: Plan) -> OptimizerParamSchedu
         lr_decay_style=keys.lr_decay_style, start_wd=keys.weight_decay if start is None else start,
         end_wd=keys.weight_decay if end is None else end, wd_incr_steps=steps * size,
         wd_incr_style=keys.weight_decay_incr_style,
-        wsd_decay_steps=None if keys.lr_wsd_decay_iters is None else keys.lr_wsd_decay_iters * size,
-        lr_wsd_decay_style=keys.lr_wsd_decay_style,
+        wsd_decay_steps=anneal, lr_wsd_decay_style=keys.lr_wsd_decay_style,
     )  # fmt: skip
 
 

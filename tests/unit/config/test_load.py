@@ -91,6 +91,7 @@ def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
     ("text", "words", "kept", "lost"),
     [
         ("lr_warmup_fraction: 0.1", ["--lr_warmup_iters", "5"], "lr_warmup_iters", "lr_warmup_fraction"),
+        ("lr_decay_iters: 9", ["--lr_decay_samples", "5"], "lr_decay_samples", "lr_decay_iters"),
         ("params_dtype: fp32", ["--bf16"], "bf16", "params_dtype"),
         ("num_layers_per_virtual_pipeline_stage: 2", ["--vpp", "2"], "virtual_pipeline_model_parallel_size",
          "num_layers_per_virtual_pipeline_stage"),

@@ -70,7 +70,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "exit_interval", "exit_duration_in_mins", "save_retain_interval",
         "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
         "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "init_from",
-        "chat_template_path", "verify_at_start",
+        "chat_template_path", "verify_at_start", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples",
     }  # fmt: skip
 
 
@@ -89,6 +89,7 @@ def test_everything_that_can_be_derived_is() -> None:
         (dict(), dict(params_dtype="fp32", sync="resident", schedule="none")),
         (dict(), dict(lr_decay_iters=100, lr_warmup_iters=0, start_weight_decay=0.01, end_weight_decay=0.01)),
         (dict(lr_warmup_fraction=0.1), dict(lr_warmup_iters=None)),
+        (dict(lr_decay_samples=99, lr_warmup_samples=9), dict(lr_decay_iters=None, lr_warmup_iters=None)),
         (dict(output_dir="out"), dict(save="out/checkpoints", data_cache_path="out/data")),
         (dict(add_bias_linear=True), dict(add_qkv_bias=True)),
         (dict(), dict(expert_tensor_parallel_size=1)),
@@ -116,6 +117,33 @@ def test_the_schedule_follows_the_chunks(keys: dict[str, object], schedule: str,
     parallel = settled.config.parallel
     assert (settled.layout.schedule, settled.layout.vpp) == (schedule, vpp)
     assert (parallel.overlap_p2p_comm, parallel.batch_p2p_comm) == (overlap, not overlap)
+
+
+WSD: dict[str, object] = dict(lr_decay_style="WSD")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (dict(lr_warmup_iters=10), "lr_warmup_iters 10 leaves nothing of the 80 samples of lr_decay_iters 10: set"
+         " lr_warmup_iters to at most 9, or lr_decay_iters (default train_iters) to at least 11."),
+        (dict(lr_warmup_samples=101), "lr_warmup_samples 101 leaves nothing of the 80 samples of lr_decay_iters 10: set"
+         " lr_warmup_samples to at most 79, or lr_decay_iters (default train_iters) to at least 13."),
+        (dict(lr_warmup_iters=5, lr_decay_samples=40), "lr_warmup_iters 5 leaves nothing of the 40 samples of"
+         " lr_decay_samples 40: set lr_warmup_iters to at most 4, or lr_decay_samples to at least 41."),
+        (WSD | dict(lr_wsd_decay_iters=11), "lr_wsd_decay_iters 11 is more than the 80 samples of lr_decay_iters 10:"
+         " set lr_wsd_decay_iters to at most 10, or lr_decay_iters (default train_iters) to at least 11."),
+        (WSD | dict(lr_wsd_decay_samples=81), "lr_wsd_decay_samples 81 is more than the 80 samples of lr_decay_iters"
+         " 10: set lr_wsd_decay_samples to at most 80, or lr_decay_iters (default train_iters) to at least 11."),
+        (WSD | dict(lr_wsd_decay_iters=6, lr_decay_samples=40), "lr_wsd_decay_iters 6 is more than the 40 samples of"
+         " lr_decay_samples 40: set lr_wsd_decay_iters to at most 5, or lr_decay_samples to at least 48."),
+    ],
+)  # fmt: skip
+def test_spans_of_the_schedule_are_compared_in_samples(keys: dict[str, object], told: str) -> None:
+    size = dict(micro_batch_size=2, global_batch_size=8, grad_accum_steps=None, pp_microbatches=None, train_iters=10)
+    with pytest.raises(ConfigError) as error:
+        plan(1, **size | keys)
+    assert error.value.problems == [told]
 
 
 def test_the_layout_multiplies_to_the_world() -> None:

@@ -82,6 +82,21 @@ def test_spans_stay_those_of_the_ramp_that_they_were_laid_out_by():
         build([{}], configured(lr_warmup_iters=5)).load_state_dict(saved)
 
 
+def test_spans_in_samples_need_no_whole_steps():
+    config = configured(
+        lr_decay_style="WSD", lr_decay_samples=3001, lr_warmup_samples=15, lr_wsd_decay_samples=1280, train_iters=94
+    )
+    for ramp in (None, BatchRamp(((0, 8), (80, 32)), {})):
+        found = scheduler_arguments(config, ramp)
+        assert [found[f"{name}_steps"] for name in ("lr_decay", "lr_warmup", "wsd_decay")] == [3001, 15, 1280]
+    assert rates(config, 2)[:2] == [0.0, 1e-3]
+
+
+def test_the_last_steps_of_a_decay_in_samples_anneal():
+    config = configured(lr_decay_style="WSD", lr_decay_samples=3001, lr_wsd_decay_iters=2, train_iters=94)
+    assert scheduler_arguments(config)["wsd_decay_steps"] == 2 * BATCH
+
+
 def test_without_warmup_the_first_step_has_the_peak():
     assert rates(configured(lr_decay_style="cosine"), 0) == [1e-3]
 
@@ -242,6 +257,8 @@ def test_resumes_where_it_was_even_when_loaded_after_steps():
         (dict(lr_warmup_init=1e-6), ["lr_warmup_init"]),
         (dict(lr_decay_style="linear"), ["lr_decay_style", "cosine", "linear"]),
         (dict(global_batch_size=64, train_iters=50), ["lr_decay_iters", "set lr_decay_iters to 100"]),
+        (dict(lr_decay_samples=3201), ["lr_decay_samples: 3200", "3201", "set lr_decay_samples to 3200"]),
+        (dict(lr_warmup_iters=None, lr_warmup_samples=7), ["lr_warmup_samples: 320", "set lr_warmup_samples to 320"]),
     ],
 )
 def test_another_schedule_is_refused_and_nothing_moves(change, texts):

@@ -338,11 +338,11 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.refuse("scheduler.params.warmup_type", shape, "Megatron's warm-up is linear; set it to linear")
     theirs = _SCHEDULER_DEFAULTS | (_COSINE_DEFAULTS if style == "cosine" else {})
     known = _SCHEDULER_KEYS | _SHARES
-    rivals = {"lr_warmup_iters": "lr_warmup_fraction"}
+    rivals = {"lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples")}
     left_out = {
         name: value
         for name, value in theirs.items()
-        if not any(given(reconciler.config, key) for key in (known[name], rivals.get(known[name], known[name])))
+        if not any(given(reconciler.config, key) for key in (known[name], *rivals.get(known[name], ())))
     }
     for name, value in (left_out | params).items():
         _scheduler_param(reconciler, name, value)

@@ -354,14 +354,11 @@ def _overlap(given: ParsedFlags, reading: Reading) -> None:
             )
 
 
-_SAMPLES = {
+_LENGTHS = {
     "train_samples": "train_iters",
-    "lr_decay_samples": "lr_decay_iters",
-    "lr_warmup_samples": "lr_warmup_iters",
-    "lr_wsd_decay_samples": "lr_wsd_decay_iters",
     "train_tokens": "train_iters",
-    "lr_decay_tokens": "lr_decay_iters",
-    "lr_warmup_tokens": "lr_warmup_iters",
+    "lr_decay_tokens": "lr_decay_samples",
+    "lr_warmup_tokens": "lr_warmup_samples",
 }
 
 
@@ -382,31 +379,34 @@ def _batch_ramp(reading: Reading) -> BatchRamp | None:
 
 
 def _lengths(given: ParsedFlags, reading: Reading) -> None:
-    """Convert lengths in samples or tokens to whole optimizer steps."""
+    """Convert the run's length to whole optimizer steps, and spans of the schedule in tokens to samples, which it
+    counts."""
     values: dict[str, Any] = reading.values
-    for name, key in _SAMPLES.items():
+    for name, key in _LENGTHS.items():
         number = getattr(given.args, name)
         if not given.has(name) or number is None:
             continue
-        unit = values.get("seq_length") if name.endswith("tokens") else 1
-        ramp = _batch_ramp(reading)
+        unit, of_run = values.get("seq_length") if name.endswith("tokens") else 1, key == "train_iters"
+        ramp = _batch_ramp(reading) if of_run else BatchRamp(((0, 1),), {})
         if ramp is None or not unit:
-            needed = "--global-batch-size" + (" and --seq-length" if name.endswith("tokens") else "")
-            reading.problems.append(f"{given.written[name]}: {needed} must be given to make steps of it.")
+            needed = " and ".join(["--global-batch-size"] * (ramp is None) + ["--seq-length"] * (not unit))
+            made = f"must be given to make {'steps' if of_run else 'samples'} of it"
+            reading.problems.append(f"{given.written[name]}: {needed} {made}.")
             continue
-        steps = ramp.steps_within(number // unit)
-        if ramp.samples_after(steps) * unit != number:
-            per_step = ramp.size_at(number // unit) * unit
-            reading.notes.append(
-                f"{given.written[name]}: {key} {steps}, whole batches of {per_step} {name.split('_')[-1]}."
-            )
+        length = ramp.steps_within(number // unit)
+        if ramp.samples_after(length) * unit != number:
+            size = ramp.size_at(number // unit) * unit
+            whole = f"whole {'batches' if of_run else 'samples'} of {size} {name.split('_')[-1]}"
+            reading.notes.append(f"{given.written[name]}: {key} {length}, {whole}.")
         if key in values:
-            values[key] = first = min(steps, values[key])
+            values[key] = first = min(length, values[key])
             reading.notes.append(
                 f"{given.written[name]} beside {reading.writers[key]}: {key} {first}, the first to end."
             )
         else:
-            reading.put(key, steps, given, name)
+            reading.put(key, length, given, name)
+    if reading.whole and given.args.train_samples and not {"lr_decay_samples", "lr_decay_iters"} & values.keys():
+        reading.put("lr_decay_samples", given.args.train_samples, given, "train_samples")
 
 
 RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (

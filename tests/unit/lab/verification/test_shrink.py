@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaaccum.config import Plan, resolve
+from megaaccum.lab.verification.reference import lr_schedule
 from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
 from megaaccum.lab.verification.verdict import lanes_of
+from megaaccum.optim.lr_schedule import build
 from megaaccum.pretrain.interop.load import load
 from tests.support.configs import make, plan
 
@@ -49,6 +52,23 @@ def test_dropout_is_left_out_and_said():
     shrunk = as_case(config, resolve(config, world_size=1), shrink=False)
     assert shrunk.case.plan().config.model.hidden_dropout == 0
     assert any("dropout is 0" in note for note in shrunk.notes)
+
+
+def test_a_schedule_in_samples_gives_way_to_the_case_s_own():
+    config = make(lr_decay_samples=900, lr_warmup_samples=9, lr_decay_style="WSD", lr_wsd_decay_samples=5)
+    case = as_case(config, resolve(config, world_size=1), shrink=True).case
+    assert not [name for name in case.keys if name.endswith("_samples") and name.startswith("lr_")]
+    assert case.plan().config.optimizer.lr_decay_iters == 10
+
+
+def test_the_reference_has_the_engine_s_spans_in_samples():
+    settled = plan(lr_decay_samples=901, lr_warmup_samples=9, lr_decay_style="WSD", lr_wsd_decay_samples=5)
+    adam = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0}], lr=1.0)
+    theirs, ours = lr_schedule(adam, settled), build([{}], settled.config, settled.ramp)
+    for _ in range(60):
+        assert theirs.get_lr({}) == ours.lr
+        theirs.step(increment=settled.batch.global_batch_size)
+        ours.step()
 
 
 def test_the_configured_batch_is_kept_where_nothing_is_shrunk():

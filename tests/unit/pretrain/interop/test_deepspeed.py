@@ -228,6 +228,11 @@ def test_what_cannot_be_honoured(block: dict, words: str) -> None:
     assert any(words in text for text in texts), texts
 
 
+def test_deepspeed_s_default_warm_up_gives_way_to_one_in_samples() -> None:
+    found = plan(2, deepspeed={"scheduler": {"type": "WarmupLR"}}, lr_warmup_samples=9).config.optimizer
+    assert (found.lr_warmup_samples, found.lr_warmup_iters) == (9, None)
+
+
 def test_what_has_no_effect_is_told_and_left_out() -> None:
     block = {"zero_optimization": {"stage3_prefetch_bucket_size": 5}, "checkpoint": {"load_universal": False}}
     settled = plan(2, deepspeed=block)

@@ -13,6 +13,7 @@ import torch
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys, value
 from megaaccum.config.megatron_arguments import handled, listed, lists
+from megaaccum.optim.lr_schedule import scheduler_arguments
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
 from megaaccum.pretrain.interop.megatron.page import as_markdown
@@ -146,7 +147,7 @@ def test_a_flag_sets_its_key(text, expected):
         ("--tokenizer-type BertWordPieceCase", ["megaaccum reads GPT2BPETokenizer"]),
         ("--deepspeed --num-experts 64 --moe-loss-coeff 0.01", ["DeepSpeed's own MoE layer"]),
         ("--use-distributed-optimizer --backend ddp --grad-accum-steps", ["needs a value"]),
-        ("--lr-decay-tokens 640", ["--global-batch-size and --seq-length must be given"]),
+        ("--lr-decay-tokens 640", ["--seq-length must be given to make samples"]),
         ("--train-samples 640", ["--global-batch-size must be given"]),
         ("--deepspeed_config none.json", ["No such file"]),
         ("--spec a b", ["layers of one's own"]),
@@ -190,21 +191,47 @@ def test_notes_give_the_reason_and_the_last_of_two_equal_flags_holds():
     assert len(reading.notes) == 2
 
 
-def test_lengths_in_samples_and_tokens_become_whole_steps():
-    reading = some("--train-samples 6405 --lr-decay-samples 3200 --lr-warmup-samples 640 --global-batch-size 64")
-    assert [reading.values[key] for key in ("train_iters", "lr_decay_iters", "lr_warmup_iters")] == [100, 50, 10]
-    assert any("whole batches of 64" in note for note in reading.notes)
+SPANS = ("train_iters", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+
+
+def test_the_length_of_a_run_becomes_whole_steps_and_spans_of_its_schedule_stay_samples():
+    reading = some("--train-samples 6405 --lr-decay-samples 3205 --lr-warmup-samples 15 --global-batch-size 64")
+    assert [reading.values.get(key) for key in SPANS] == [100, 3205, 15, None]
+    assert reading.notes == ["--train-samples 6405: train_iters 100, whole batches of 64 samples."]
     reading = some("--train-tokens 2048 --train-samples 960 --global-batch-size 16 --seq-length 4")
     assert reading.values["train_iters"] == 32
     reading = some("--lr-decay-tokens 1280 --lr-warmup-tokens 640 --global-batch-size 16 --seq-length 4")
-    assert [reading.values[key] for key in ("lr_decay_iters", "lr_warmup_iters")] == [20, 10]
+    assert [reading.values[key] for key in SPANS[1:3]] == [320, 160]
+    reading = some("--lr-warmup-tokens 642 --seq-length 4")
+    assert reading.values["lr_warmup_samples"] == 160
+    assert reading.notes == ["--lr-warmup-tokens 642: lr_warmup_samples 160, whole samples of 4 tokens."]
+
+
+@pytest.mark.parametrize(
+    ("text", "decay", "warmup", "anneal"),
+    [
+        ("--train-samples 6405", 6405, 0, None),
+        ("--train-samples 6400 --lr-warmup-samples 15", 6400, 15, None),
+        ("--train-samples 6400 --lr-decay-samples 6001 --lr-warmup-fraction 0.1", 6001, 600.1, None),
+        ("--train-samples 6400 --lr-decay-style WSD --lr-wsd-decay-samples 1280 --rampup-batch-size 8 8 1600", 6400, 0,
+         1280),
+    ],
+)  # fmt: skip
+def test_spans_in_samples_are_megatrons_own(text, decay, warmup, anneal):
+    """With a ramp an anneal of 1280 samples at the end of the run was 4352: the steps that 1280 make at its start."""
+    flags = BASE.replace("--train-iters 10", text).replace("--global-batch-size 8", "--global-batch-size 64")
+    config, problems = read(launch=Launch("pretrain_gpt.py", flags.split(), "s.sh", Path("."), 1))
+    assert problems == []
+    plan = resolve(config, world_size=1)
+    found = scheduler_arguments(plan.config, plan.ramp)
+    assert (found["lr_decay_steps"], found["lr_warmup_steps"], found["wsd_decay_steps"]) == (decay, warmup, anneal)
 
 
 def test_a_ramp_s_lengths_are_the_steps_that_it_takes():
-    reading = some("--rampup-batch-size 16 16 160 --global-batch-size 64 --train-samples 6400 --lr-warmup-samples 100")
+    reading = some("--rampup-batch-size 16 16 160 --global-batch-size 64 --train-samples 6400")
     assert reading.values["rampup_batch_size"] == [16, 16, 160]
-    # 16 * 4 + 32 * 2 + 48 + 64 * 97.4 samples; 64 and one batch of 32 are the most that 100 hold.
-    assert (reading.values["train_iters"], reading.values["lr_warmup_iters"]) == (4 + 2 + 1 + 97, 5)
+    # 16 * 4 + 32 * 2 + 48 + 64 * 97.4 samples.
+    assert reading.values["train_iters"] == 4 + 2 + 1 + 97
     reading = some("--step-batch-size-schedule 0:4,1K:8 --seq-length 10 --train-samples 180 --micro-batch-size 2")
     assert reading.values["step_batch_size_schedule"] == "0:4,1K:8"
     assert reading.values["train_iters"] == 25 + 10
