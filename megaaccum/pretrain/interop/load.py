@@ -145,7 +145,9 @@ def _read_overrides(overrides: Sequence[str], contents: _Contents, *, whole: boo
         return
     source = read_command_line(overrides)
     foreign, source.unknown = source.unknown, []
-    if whole and foreign:
+    # A whole run in Megatron's spelling is Megatron's, with its defaults, also where each flag has the name of a key.
+    megatrons = any(word.partition("=")[0] == "--num-layers" for word in overrides)
+    if whole and (foreign or megatrons):
         source = Source(COMMAND_LINE)
         _put(read_flags(overrides), source, contents)
     elif foreign:

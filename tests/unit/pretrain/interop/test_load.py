@@ -80,6 +80,24 @@ def test_the_command_line_outranks_a_script_under_every_spelling(tmp_path, writt
     assert any(note in each for each in config.notes), config.notes
 
 
+def test_flags_mean_the_same_on_a_command_line_and_in_a_file_if_each_has_the_name_of_a_key(tmp_path: Path) -> None:
+    flags = (
+        "--num-layers=4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --fp16"
+    )
+    in_file, on_line = load(write(tmp_path, flags, "flags.txt")), load(None, flags.split())
+    for key in ("loss_norm", "nonfinite", "hysteresis", "initial_loss_scale", "mock_data", "log_interval"):
+        assert value(on_line, key) == value(in_file, key)
+    assert (on_line.batch.loss_norm, on_line.step.nonfinite) == ("microbatch", "skip")
+    own = load(None, flags.replace("--num-layers", "--num_layers").split())
+    assert (own.batch.loss_norm, own.step.nonfinite) == ("token", "zero")
+
+
+def test_a_flag_of_megatrons_spelling_beside_a_file_keeps_the_file_s_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "lr: 1e-3\n"), ["--num-layers", "4"])
+    assert (config.model.num_layers, config.batch.loss_norm, config.step.nonfinite) == (4, "token", "zero")
+
+
 def test_the_last_of_two_equal_keys_holds_on_a_command_line(tmp_path: Path) -> None:
     config = load(write(tmp_path, "lr: 1\n"), ["--backend", "ddp", "--dbs", "4", "--backend=fsdp2", "--dbs", "4"])
     assert (config.sharding.backend, config.batch.device_batch_size, config.optimizer.lr) == ("fsdp2", 4, 1)
