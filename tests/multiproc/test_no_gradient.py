@@ -69,7 +69,7 @@ def test_parameters_that_some_microbatches_skip():
 )
 def test_parameters_that_some_microbatches_skip_beside_experts_of_other_ranks(layout, change):
     """A rank that waited for such a reduction in its last backward would keep its experts from another's tokens. DDP
-    waits at the end of the backward that brings the last gradient, which may be that of one recomputed layer."""
+    waits at the end of the backward of the last gradient, which may be that of one recomputed layer."""
     check(change, [Case(4, layout + "--expert_model_parallel_size 2 " + PLAIN, EXPERTS)])
 
 

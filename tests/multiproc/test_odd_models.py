@@ -159,7 +159,7 @@ def with_a_force(schedule: str) -> dict[str, float]:
 
 
 def test_a_derivative_inside_a_forward_is_no_part_of_the_gradient():
-    """Where it cannot be told from the loss', it is refused."""
+    """A schedule that could not tell it from the loss' refuses it."""
     for found in run_ranks(with_a_force, 2, "1f1b", timeout=60):
         assert max(found.values()) < 1e-5, found
     texts = [ends.error.text for ends in try_ranks(with_a_force, 2, "zb-h1", timeout=60) if ends.error is not None]

@@ -71,7 +71,7 @@ def gated(chunks) -> None:
 
 
 def gated_above_frozen(chunks) -> None:
-    """The same on a frozen embedding and first layer: a recomputed layer brings the last gradient."""
+    """The same on a frozen embedding and first layer: the last gradient is that of a recomputed layer."""
     gated(chunks)
     for name, param in named(chunks):
         if name.startswith(("embedding.", "decoder.layers.0.")):
