@@ -33,8 +33,8 @@ deepspeed: ds.json     # a DeepSpeed JSON beside this file, or its keys as a blo
 ```
 
 Any key can be given on the command line too, where it outranks the file: `--lr 1e-4`, `--lr=1e-4`, `--bf16`,
-`--no-bf16`, with dashes or underscores. Without a file `--num_layers` begins a run in these keys; with `--num-layers`, in
-Megatron's spelling, the line is [a run of Megatron's](../migrating/megatron-lm.md#flags) and has its defaults.
+`--no-bf16`, with dashes or underscores. Without a file `--num_layers` begins a run in these keys; with `--num-layers`,
+in Megatron's spelling, the line is [a run of Megatron's](../migrating/megatron-lm.md#flags) and has its defaults.
 
 `megaaccum check CONFIG` prints what becomes of it all, or every error at once.
 
