@@ -44,6 +44,8 @@ def flush_arguments(
         more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
         if batch.lengths is not None:
             more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
+    else:
+        megatron.send_zero_gradients()
     shape = sent_shape(steps.chunks, steps.batch)
     return {
         "forward_step_func": ForwardStep(

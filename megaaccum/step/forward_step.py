@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megaaccum.errors import StepError
 from megaaccum.executor.executor import unfit
+from megaaccum.platform import cpu
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.upstream import pytorch
@@ -107,8 +108,8 @@ class ForwardStep:
             except StepError as error:  # other stages wait for this one: the flush continues, and all raise after it
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
-            if isinstance(output, torch.Tensor) and output.requires_grad and not total.requires_grad:
-                total = total + _nothing(output)[0]  # the stage before waits for a gradient
+            if not total.requires_grad and (zero := _nothing(output)[0]).requires_grad:
+                total = total + zero  # the stage before waits for a gradient
                 weight = torch.where(weight > 0, torch.nan, weight)  # counted as a fault, without a wait
             loss = total.detach()
             if index in self._batch.dummies:
@@ -125,6 +126,18 @@ class ForwardStep:
         return scaled
 
 
-def _nothing(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    zero = (output.float() * 0.0).sum()
+def _nothing(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The triple of a micro-batch that adds nothing, differentiable if `output` is. It multiplies no element by 0: one
+    may be infinite."""
+    zeros = (each[None][:0].float().sum() for each in _tensors(output) if each.requires_grad)
+    zero = sum(zeros, torch.zeros((), device=cpu.device()))
     return zero, torch.zeros((), dtype=torch.float64, device=zero.device), {}
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in `output`, a tensor or tuples, lists and dicts of them."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)

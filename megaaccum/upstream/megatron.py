@@ -152,6 +152,25 @@ def scales_side_losses(config: Any) -> bool:
     return any(getattr(config, key, None) is not None for key in keys)
 
 
+@functools.cache
+def send_zero_gradients() -> None:
+    """Have Megatron's schedules send zeros where a stage gives its input no gradient (it detaches it, or a micro-batch
+    does not use it). They send nothing (megatron-core 0.19: backward_step gives None), and the stage before waits for
+    ever."""
+    from megatron.core.pipeline_parallel import schedules
+
+    step = schedules.backward_step
+
+    def filled(received: Any, grad: Any) -> Any:
+        return torch.zeros_like(received) if grad is None and received is not None else grad
+
+    def backward_step(received: Any, *rest: Any) -> Any:
+        grads = step(received, *rest)
+        return list(map(filled, received, grads)) if isinstance(grads, list) else filled(received, grads)
+
+    schedules.backward_step = backward_step
+
+
 def weigh_predictions_over_cp() -> None:
     """Have Megatron weigh the loss of prediction layers by the tokens of whole micro-batches where sequences are cut
     over ranks. Its factor, unmasked tokens before a shift over those after it, is of a rank's own part (megatron-core

@@ -234,6 +234,18 @@ def returning(values):
     return step
 
 
+def packed(output, chunk):
+    """The last stage's output in a dict, beside what is infinite, as the logits of a padded vocabulary are."""
+    return {"padded": ([output - float("inf")],), "output": output} if chunk.post_process else output
+
+
+def returning_of_packed(values):
+    def step(data_iterator, chunk):
+        return packed(chunk(next(data_iterator)), chunk), lambda out: values(out["output"].square().sum())
+
+    return step
+
+
 def wrong_losses() -> dict[str, list[str]]:
     """The error of a step with a bad loss function, and the step with a good one after it."""
     import torch
@@ -242,6 +254,8 @@ def wrong_losses() -> dict[str, list[str]]:
         "nan": weighed(float("nan")),
         "negative": weighed(-1.0),
         "pair": returning(lambda total: (total, {})),
+        "pair of a dict": returning_of_packed(lambda total: (total, {})),
+        "detached of a dict": returning_of_packed(lambda total: (total.detach(), torch.ones(()), {})),
         "tensor": returning(lambda total: total),
         "vector": returning(lambda total: (total.expand(3), torch.ones(()), {})),
         "reports": returning(lambda total: (total, torch.ones(()), total)),
@@ -264,6 +278,8 @@ LOSSES = {
     "nan": "4 micro-batches have a weight that is negative or not a number",
     "negative": "4 micro-batches have a weight that is negative or not a number",
     "pair": "(sum of the losses, weight, reports), but it returned 2 values",
+    "pair of a dict": "(sum of the losses, weight, reports), but it returned 2 values",
+    "detached of a dict": "or a sum of losses without a gradient",
     "tensor": "(sum of the losses, weight, reports), but it returned Tensor",
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
@@ -273,30 +289,36 @@ LOSSES = {
 
 
 def without_a_token() -> list[tuple[float, float]]:
-    """Norms of a step whose first micro-batch has no token, which its loss function answers with a constant, or with a
-    sum over nothing."""
+    """Losses and norms of a step whose first micro-batch has no token, which its loss function answers with a constant,
+    of an output that is a tensor and of one that is a dict, or with a sum over nothing."""
     import torch
 
-    def masked(first):
+    def masked(first, pack=lambda output, chunk: output):
         def step(data_iterator, chunk):
             batch = next(data_iterator)
             is_first = bool(batch[0, 0, 0] == 0)
-            return chunk(batch), lambda out: (first(out), 0, {}) if is_first else (out.square().sum(), 4, {})
+
+            def loss(out):
+                out = out["output"] if isinstance(out, dict) else out
+                return (first(out), 0, {}) if is_first else (out.square().sum(), 4, {})
+
+            return pack(chunk(batch), chunk), loss
 
         return step
 
     torch.manual_seed(3)
     data = batches()
     data[0][0, 0, 0] = 0
-    functions = (lambda out: torch.zeros(()), lambda out: out.sum() * 0)
-    results = [engine(forward_step_func=masked(first)).train_step(data) for first in functions]
+    constant = lambda out: torch.zeros(())  # noqa: E731
+    steps = (masked(constant), masked(constant, packed), masked(lambda out: out.sum() * 0))
+    results = [engine(forward_step_func=step).train_step(data) for step in steps]
     return [(result.loss, result.grad_norm) for result in results]
 
 
 def test_a_constant_is_the_loss_of_a_microbatch_without_a_token():
     """The stage before waits for the gradient of its output."""
-    for constant, summed in run_ranks(without_a_token, 2, timeout=90):
-        assert constant == summed and constant[1] > 0
+    for constant, packed, summed in run_ranks(without_a_token, 2, timeout=90):
+        assert constant == packed == summed and constant[1] > 0
 
 
 def test_loss_functions_that_give_something_else():
@@ -305,7 +327,7 @@ def test_loss_functions_that_give_something_else():
         for seen in by_rank:
             first, second, same, evaluated = seen[case]
             assert words in first and first.startswith("StepError"), (case, seen)
-            if case == "detached":  # an evaluation has no gradient
+            if "detached" in case:  # an evaluation has no gradient
                 assert evaluated == ""
             else:
                 assert words in evaluated and evaluated.startswith("StepError"), (case, seen)
