@@ -39,11 +39,12 @@ def problems_of(load: Callable[..., Config], *args: object) -> list[str]:
 
 
 def make(**keys: object) -> Config:
-    """SMALL with these keys over it, as if written in a file; a key that is None here is left out."""
+    """SMALL with these keys over it, as if written in a file; a key that is None here is left out. megatron: fields of
+    Megatron's model configuration."""
     config = Config()
     for name, value in (SMALL | keys).items():
-        if name == "deepspeed":
-            config.deepspeed = value  # type: ignore[assignment]
+        if name in ("deepspeed", "megatron"):
+            setattr(config, name, value)
         elif value is not None:
             setattr(getattr(config, all_keys()[name].section), name, value)
             config.origin[name] = "test.yaml"

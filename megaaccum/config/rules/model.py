@@ -43,6 +43,24 @@ def positions(subject: Subject) -> Iterator[str]:
         )
 
 
+def kinds_of_layers(subject: Subject) -> Iterator[str]:
+    """A window has two ends, and each layer is one with it or without, as with rotary positions."""
+    layers, window = subject.model.num_layers, subject.megatron.get("window_size", (-1, 0))
+    ends = [*window] if isinstance(window, list | tuple) else [window]
+    if window is not None and [type(end) for end in ends] != [int, int]:
+        yield (
+            f"window_size {', '.join(map(str, ends))} is not two numbers, the tokens before and after a token that it"
+            f" attends to: set it to {ends[0] if ends else -1},0 (in a file [{ends[0] if ends else -1}, 0])."
+        )
+    for name, least in (("window_attn_skip_freq", 1), ("no_rope_freq", 0)):
+        freq = subject.megatron.get(name)
+        if isinstance(freq, list) and len(freq) != layers:
+            yield f"{name} lists {len(freq)} layers, but num_layers is {layers}: give one entry per layer."
+        elif isinstance(freq, int) and (freq < least or (least == 0 < freq and layers % freq)):
+            legal = either(nearest_divisors(freq, layers))
+            yield f"{name} {freq} does not repeat over num_layers {layers}: set it to {legal}."
+
+
 def activation(subject: Subject) -> Iterator[str]:
     """An MLP has one activation function."""
     given = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(subject.model, name)]

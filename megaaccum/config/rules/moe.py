@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import ModelConfig
-from megaaccum.errors import either, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, nearest, nearest_divisors, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
@@ -122,10 +122,12 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
             f" expert_model_parallel_size to {either(nearest_divisors(ep, experts))}."
         )
     if subject.world_size % (etp * ep * pp):
+        legal = nearest(ep, lambda n: experts % n == 0 == subject.world_size % (etp * n * pp), highest=experts)
+        other = f"expert_model_parallel_size to {either(legal)}" if legal else "change one of the factors"
         yield (
             f"world size {subject.world_size} is not divisible by expert_tensor_parallel_size {etp} *"
             f" expert_model_parallel_size {ep} * pipeline_model_parallel_size {pp} = {etp * ep * pp}: set the world"
-            f" size to {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or change one of the factors."
+            f" size to {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or {other}."
         )
 
 

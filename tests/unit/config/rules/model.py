@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, Case
 
+
+def window(size: object = (8, 0), **fields: object) -> dict[str, object]:
+    """A model with windows, and these fields of Megatron's."""
+    return {"megatron": {"window_size": size} | fields}
+
+
 BROKEN: list[Case] = [
     ("required", 1, dict(num_layers=None), ["num_layers is required", "--num_layers"]),
     ("required", 1, dict(lr=None), ["lr is required"]),
@@ -20,6 +26,13 @@ BROKEN: list[Case] = [
     ("heads", 1, dict(hidden_size=100), ["hidden_size 100", "num_attention_heads 8", "96 or 104", "5 or 10"]),
     ("heads", 1, dict(num_query_groups=3), ["num_query_groups 3", "2 or 4"]),
     ("positions", 1, dict(max_position_embeddings=32), ["32", "seq_length 64", "rope"]),
+    ("kinds_of_layers", 1, window((8,)), ["window_size 8 is not two", "set it to 8,0"]),
+    ("kinds_of_layers", 1, window(8), ["window_size 8 is not two", "[8, 0]"]),
+    ("kinds_of_layers", 1, window([8, 0, 0]), ["window_size 8, 0, 0 is not two numbers"]),
+    ("kinds_of_layers", 1, window(window_attn_skip_freq=[1, 0]), ["skip_freq lists 2 layers, but num_layers is 8"]),
+    ("kinds_of_layers", 1, window(no_rope_freq=[1] * 9), ["no_rope_freq lists 9 layers"]),
+    ("kinds_of_layers", 1, window(no_rope_freq=3), ["no_rope_freq 3", "num_layers 8: set it to 2 or 4"]),
+    ("kinds_of_layers", 1, window(window_attn_skip_freq=0), ["window_attn_skip_freq 0", "set it to 1"]),
     ("activation", 1, dict(swiglu=True, squared_relu=True), ["swiglu", "squared_relu"]),
     ("activation", 1, dict(swiglu=True, openai_gelu=True), ["swiglu", "openai_gelu"]),
     ("latent_attention", 1, LATENT | dict(num_query_groups=2), ["num_query_groups 2", "leave num_query_groups out"]),
@@ -165,7 +178,7 @@ BROKEN: list[Case] = [
         "expert_parallel",
         6,
         EXPERTS | PP2 | dict(expert_model_parallel_size=4),
-        ["world size 6", "expert_model_parallel_size 4", "= 8", "to 8"],
+        ["world size 6", "expert_model_parallel_size 4", "= 8", "to 8, or expert_model_parallel_size to 1."],
     ),
     ("experts_with_tensor_parallel", 2, EXPERTS | dict(tensor_model_parallel_size=2), ["sequence_parallel"]),
     (
