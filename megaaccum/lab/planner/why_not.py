@@ -121,9 +121,10 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
 
 
 def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
-    """The configuration with only these of the planned keys."""
+    """The configuration with only these of the planned keys, and without modules to recompute, since whether layers are
+    recomputed is planned."""
     config = copy.deepcopy(config)
-    set_aside(config, set(names_where(lambda facts: facts.planned)) - {"global_batch_size"})
+    set_aside(config, {*names_where(lambda facts: facts.planned), "recompute_modules"} - {"global_batch_size"})
     named = {_KEYS[axis]: value for axis, value in wanted.items() if axis in _KEYS and (axis, value) != ("vpp", 1)}
     put(config, named | ({"sequence_parallel": True} if wanted.get("tp", 1) > 1 else {}))
     pp, vpp = wanted.get("pp", 1), wanted.get("vpp", 1)

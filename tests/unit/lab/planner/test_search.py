@@ -324,6 +324,16 @@ def test_why_not_quotes_the_fastest_and_names_the_terms_that_decide(ranked: Rank
     assert f"Time: compute {more['compute']:+.3g} s; memory: activations {less['activations']:+.3g} GiB." in text
 
 
+def test_why_not_of_a_file_with_recomputed_modules_names_the_axis_alone(ranked: Ranked) -> None:
+    experts = dict(num_experts=256, moe_ffn_hidden_size=2048, moe_router_topk=8, num_query_groups=32)
+    recompute = dict(recompute_granularity="selective", recompute_modules=["moe"])
+    of_96 = workload(96, **experts, **recompute, global_batch_size=384)
+    assert why_not(of_96, dict(ep=64), Limits(), ranked, rank="default") == (
+        "ep=64 is out: world size 96 is not divisible by expert_tensor_parallel_size 1 * expert_model_parallel_size 64"
+        " * pipeline_model_parallel_size 1 = 64: set the world size to 64 or 128, or expert_model_parallel_size to 32."
+    )
+
+
 def test_why_not_of_a_layout_that_counts_as_equal_names_what_is_less(ranked: Ranked) -> None:
     text = why_not(ranked.workload, dict(cp=2), Limits(), ranked, rank="default")
     assert "In time both count as equal, and less wins: cp 2, not 1" in text
