@@ -5,6 +5,7 @@ A user's module has arguments, outputs and attributes of any type: `Any`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ def _guard_save(module: Any) -> None:
         return save(folder, state_dict=state_dict, **kwargs)
 
     module.save_pretrained = save_given
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's arguments or output: itself, or those in tuples, lists and dicts."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping | list | tuple):
+        for each in values.values() if isinstance(values, Mapping) else values:
+            yield from tensors_in(each)
 
 
 def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megaaccum.errors import StepError
 from megaaccum.executor.executor import unfit
+from megaaccum.model.torch_chunk import tensors_in
 from megaaccum.platform import cpu
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
@@ -129,15 +130,6 @@ class ForwardStep:
 def _nothing(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The triple of a micro-batch that adds nothing, differentiable if `output` is. It multiplies no element by 0: one
     may be infinite."""
-    zeros = (each[None][:0].float().sum() for each in _tensors(output) if each.requires_grad)
+    zeros = (each[None][:0].float().sum() for each in tensors_in(output) if each.requires_grad)
     zero = sum(zeros, torch.zeros((), device=cpu.device()))
     return zero, torch.zeros((), dtype=torch.float64, device=zero.device), {}
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in `output`, a tensor or tuples, lists and dicts of them."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)

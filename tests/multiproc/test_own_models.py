@@ -257,3 +257,68 @@ def with_buffers() -> list[str]:
 
 def test_buffers_of_unusual_shapes():
     assert run_ranks(with_buffers, 1) == [["empty", "turned"]]
+
+
+def layers_that_return_more(backend: str) -> float:
+    """The largest distance of a step's weights from torch's own where layers return a mask, what they were given, a sum
+    that nothing uses, or one that the loss uses, beside the hidden states."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    forms = [
+        lambda x, y: (x.detach() > 0, y),
+        lambda x, y: {"given": x, "hidden": y},
+        lambda x, y: [y.square().sum(), y],
+        lambda x, y: (x, [y.square().sum(), None], y),
+    ]
+    plan = Plan.of(
+        batch=dict(micro_batch_size=2, seq_length=4, grad_accum_steps=2),
+        sharding=dict(backend=backend, sync="streaming"),
+        optimizer=dict(clip_grad=0.0),
+        world_size=2,
+    )
+
+    class Layer(torch.nn.Module):
+        def __init__(self, form):
+            super().__init__()
+            self.linear, self.norm, self.form = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), form
+
+        def forward(self, x):
+            return self.form(x, x + torch.tanh(self.linear(self.norm(x))))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = torch.nn.Embedding(11, 8)
+            self.layers = torch.nn.ModuleList(Layer(form) for form in forms)
+            self.head = torch.nn.Linear(8, 11)
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                out = layer(x)
+                x = out["hidden"] if isinstance(out, dict) else out[-1]
+            return self.head(x), out[1][0]
+
+    def total(output):
+        return output[0].square().sum() + output[1]
+
+    def forward_step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (total(output), 8, {})
+
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(0, 11, (2, 4), generator=generator) for _ in range(4)]
+    sgd = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
+    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=sgd)
+    engine.train_step(data[torch.distributed.get_rank() :: 2])
+    whole = Model()
+    (sum(total(whole(tokens)) for tokens in data) / 32).backward()
+    wanted = {name: param - 0.5 * param.grad for name, param in whole.named_parameters()}
+    return max(float((each - wanted[name]).abs().max()) for name, each in engine.whole_weights())
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2"])
+def test_what_a_layer_returns(backend):
+    assert max(run_ranks(layers_that_return_more, 2, backend)) < 1e-5
