@@ -395,7 +395,7 @@ class Engine:
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
         of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
-        self._check_state_is_kept()
+        raise_on_all_ranks(self._check_state_is_kept)
         with self.groups.current():
             return save_load.save(
                 folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
@@ -406,14 +406,14 @@ class Engine:
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
         A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError on every rank, with
         the engine as it was, without its open step."""
-        self._check_state_is_kept()
+        raise_on_all_ranks(self._check_state_is_kept)
         with self.groups.current():
             self.train_steps.drop_begun()
             self.train_steps.abandon()
             return resume.first_good(folder, self._load, self.print) is not None
 
     def _check_state_is_kept(self) -> None:
-        """Raise CheckpointError for an optimizer of a user's own whose state no checkpoint has."""
+        """Raise CheckpointError for an optimizer of a user's own whose state no checkpoint has; stages may differ."""
         if self._unkept:
             raise CheckpointError(
                 f"the optimizer keeps {listed(self._unkept)}, and a checkpoint has tensors of a parameter's shape that"

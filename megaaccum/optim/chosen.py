@@ -79,6 +79,12 @@ def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torc
             f"optimizer {name} cannot step a parameter of its own ({type(error).__name__}: {error}): step() is called"
             " without a closure"
         ) from error
+    replaces = backend != "ddp" or any(param.dtype.itemsize == 2 for param in _trained(chunks))  # by FP32 masters
+    if adam.OWN_LIST in kept.others and replaces:
+        raise ConfigError(
+            f"optimizer {name} does not step the parameters of its param_groups, where backend {backend} puts its own:"
+            " have step() read self.param_groups, not a list from before, or set backend to ddp, with FP32 parameters"
+        )
     if not kept.cuts and backend != "ddp":
         raise ConfigError(
             f"optimizer {name} steps a parameter as a whole, and backend {backend} gives it pieces: set backend to ddp,"

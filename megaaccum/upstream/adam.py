@@ -2,67 +2,115 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from megaaccum.errors import ConfigError, listed
 from megaaccum.upstream import emerging
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The state of an optimizer of a user's own. tensors: names of its tensors of a parameter's shape. others: what a
-    checkpoint cannot keep. count: the type of its `step` of each parameter, if it has one. cuts: whether a step of the
-    parts of a parameter is that of the whole."""
+    """The state of an optimizer of a user's own. tensors: names of its tensors of a parameter's shape, in any group.
+    others: what a checkpoint cannot keep. counts: those of `others` that belong to no parameter, and that each call of
+    `step` changes. count: the type of its `step` of each parameter, if it has one. cuts: whether steps of the parts of
+    a parameter are those of the whole."""
 
     tensors: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     others: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
     count: type | None = None
     cuts: bool = True
 
 
 _KEPT: WeakKeyDictionary[torch.optim.Optimizer, Kept] = WeakKeyDictionary()
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SIZES = (1.0, 3.0, 0.01, 100.0)
+"""Factors on the gradients of four steps: the first step does not show that updates are clipped."""
+OWN_LIST = "parameters in a list of its own"
+"""In `others`: the parameters of its groups are not those that the optimizer steps."""
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     """Find out what an optimizer keeps, by steps on parameters made for it; it is as before. Raises what a step
     raises."""
-    whole, state = _one_step(optimizer, (2, 3))
-    tensors = tuple(sorted(kind for kind, value in state.items() if getattr(value, "shape", None) == (2, 3)))
-    others = sorted(kind for kind in state if kind not in (*tensors, "step") and state[kind] is not None)
-    count = type(state["step"]) if "step" in state else None
-    zeros = {kind: torch.zeros(2, 3) for kind in tensors} | ({"step": _counted(count, 0)} if count else {})
-    if not others and not torch.allclose(whole, _one_step(optimizer, (2, 3), zeros)[0]):
+    whole, states, changed = _run(optimizer, (2, 3))
+    count = next((type(state["step"]) for state in states if "step" in state), None)
+    states = [{kind: value for kind, value in each.items() if kind != "step" and value is not None} for each in states]
+    kinds = [tuple(sorted(kind for kind in each if getattr(each[kind], "shape", None) == (2, 3))) for each in states]
+    others = sorted({kind for each, own in zip(states, kinds, strict=True) for kind in each.keys() - {*own}})
+    others += [*sorted(changed), *([] if (whole != whole[0]).any() else [OWN_LIST])]
+    first = {"step": _counted(count, 0, whole.device)} if count else {}
+    zeros = [{kind: torch.zeros((2, 3), device=whole.device) for kind in own} | deepcopy(first) for own in kinds]
+    if not others and not torch.allclose(whole, _run(optimizer, (2, 3), states=zeros)[0], atol=1e-6):
         others.append("a state that does not begin at zero")
     try:
-        first, second = (_one_step(optimizer, (size,), start=start)[0] for start, size in ((0, 2), (2, 4)))
-        cuts = torch.allclose(torch.cat([first, second]), whole.view(-1))
+        parts = [_run(optimizer, (size,), start) for start, size in ((0, 2), (2, 4))]
+        cuts = torch.allclose(whole, torch.cat([values for values, *_ in parts], dim=-1), atol=1e-6)
+        cuts = cuts and all(each.get(name) == changed[name] for *_, each in parts for name in changed if "[" in name)
     except Exception:  # of any kind: it takes matrices alone
         cuts = False
-    _KEPT[optimizer] = Kept(tensors, tuple(others), count, cuts)
+    for own, group in zip(kinds, optimizer.param_groups, strict=True):
+        for param in group["params"]:
+            param.kept_tensors = own
+    tensors = tuple(sorted(set().union(*kinds)))
+    _KEPT[optimizer] = Kept(tensors, tuple(others), tuple(sorted(changed)), count, cuts)
     return _KEPT[optimizer]
 
 
-def _one_step(
-    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], state: dict[str, Any] | None = None, start: int = 0
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A parameter of `shape`, of six values those from `start`, after the optimizer's step on it alone; its state."""
-    groups, held = optimizer.param_groups, optimizer.state
-    device, size = next(param.device for group in groups for param in group["params"]), torch.Size(shape).numel()
-    param = torch.nn.Parameter(torch.linspace(0.5, 1.5, 6, device=device)[start:][:size].view(shape).clone())
-    param.grad = torch.linspace(-1.0, 2.0, 6, device=device).pow(3)[start:][:size].view(shape).clone()
+def _run(
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], start: int = 0, states: Iterable[dict[str, Any]] = ()
+) -> tuple[torch.Tensor, list[dict[str, Any]], dict[str, list[str]]]:
+    """Four steps, without hooks, on a parameter of `shape` in each group, of six values those from `start`: the values
+    before and after each step, the states, and other numbers that changed. The optimizer works with copies of its
+    attributes, in which nothing is a parameter of the user's, at a learning rate whose steps FP32 shows."""
+    kept, held = dict(vars(optimizer)), [param for group in optimizer.param_groups for param in group["params"]]
+    memo: dict[int, Any] = dict.fromkeys(map(id, held), torch.nn.Parameter(torch.empty(0))) | {id(optimizer): optimizer}
+    line = torch.linspace(-1.0, 2.0, 6, dtype=torch.float32, device=held[0].device)[start:][: math.prod(shape)]
+    params = [torch.nn.Parameter(1.0 + line.view(shape) / 4) for _ in optimizer.param_groups]
     try:
-        optimizer.param_groups, optimizer.state = [{**groups[0], "params": [param]}], defaultdict(dict)
-        for kind, each in (state or {}).items():
-            optimizer.state[param][kind] = each.to(device) if isinstance(each, torch.Tensor) else each
-        optimizer.step()
-        return param.detach(), optimizer.state[param]
+        for name in kept.keys() - {"state", *_HOOKS}:
+            with suppress(Exception):  # what has no copy, such as a module of Python, is shared
+                vars(optimizer)[name] = deepcopy(kept[name], memo)
+        groups = [group | {"params": [param]} for group, param in zip(optimizer.param_groups, params, strict=True)]
+        for group in groups:
+            if isinstance(lr := group.get("lr"), torch.Tensor | float | int):
+                group["lr"] = lr.detach().clamp(min=0.1) if isinstance(lr, torch.Tensor) else max(lr, 0.1)
+        state = defaultdict(dict, zip(params, states, strict=False))
+        vars(optimizer).update({name: {} for name in _HOOKS}, param_groups=groups, state=state)
+        before, seen = _numbers_of(optimizer), [torch.stack((*params,)).detach()]
+        with torch.random.fork_rng([line.device] if line.is_cuda else []):
+            for number, size in enumerate(_SIZES):
+                for param in params:
+                    param.grad = size * (line.view(shape) - number / 3).pow(3)
+                optimizer.step()
+                seen.append(torch.stack((*params,)).detach())
+        changed = {name: now for name, now in _numbers_of(optimizer).items() if now != before.get(name)}
+        return torch.stack(seen).flatten(2), [optimizer.state[param] for param in params], changed
     finally:
-        optimizer.param_groups, optimizer.state = groups, held
+        vars(optimizer).clear()
+        vars(optimizer).update(kept)
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    """The numbers in an optimizer and its groups, of a tensor the sum, beside parameters, states and groups' `step`."""
+    held = [(f"self.{name}", vars(optimizer)[name]) for name in vars(optimizer).keys() - {"param_groups", "state"}]
+    for group in optimizer.param_groups:
+        held += [(f'group["{name}"]', group[name]) for name in group.keys() - {"params", "step"}]
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, value in held:
+        numbers = (each for each in tree_leaves(value) if type(each) in (int, float) or isinstance(each, torch.Tensor))
+        found[name] += [repr(float(torch.as_tensor(each).detach().double().sum())) for each in numbers]
+    return found
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
@@ -72,11 +120,11 @@ def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
 
 def moments(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tuple[str, ...]:
     """Names of the optimizer's tensors for a trained parameter: Muon's of a matrix (optim/muon), unless its owner has
-    it, those that `look_at` has found, Lion's, or Adam's."""
+    it, those that `look_at` has found in its group, Lion's, or Adam's."""
     if hasattr(param, "matrix_parts"):
         return () if getattr(param, "momentum_at_owner", False) else ("momentum_buffer",)
     if (kept := _KEPT.get(optimizer)) is not None:
-        return () if kept.others else kept.tensors
+        return () if kept.others else getattr(param, "kept_tensors", kept.tensors)
     return ("exp_avg",) if emerging.is_lion(optimizer) else ("exp_avg", "exp_avg_sq")
 
 
@@ -145,6 +193,16 @@ def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_st
     else:
         for group in adam.param_groups:
             group["step"] = num_steps
+
+
+def check_calls(optimizer: torch.optim.Optimizer, num_calls: int) -> None:
+    """Raise ConfigError if a step of DeepSpeed makes `num_calls` calls of an optimizer that counts them under another
+    name than `step`."""
+    if num_calls > 1 and (counts := kept_by(optimizer).counts):
+        raise ConfigError(
+            f"each call of the optimizer's step() changes {listed(counts)}, and deepspeed makes {num_calls} calls in a"
+            ' step, one per group: give it one group, count in group["step"], or set backend to fsdp2 or ddp'
+        )
 
 
 class UpdateCount:

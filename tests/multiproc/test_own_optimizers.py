@@ -17,6 +17,16 @@ MADE = {
     "matrices": lambda torch: lambda params: torch.optim.AdamW([each for each in params if each.dim() > 1]),
     "adagrad": lambda torch: torch.optim.Adagrad,
     "cpu adam": lambda torch: type("DeepSpeedCPUAdam", (torch.optim.AdamW,), {"__module__": "deepspeed.ops.adam"}),
+    "sgd in groups": lambda torch: lambda params: torch.optim.SGD(halves(params, "momentum", 0.0, 0.9), lr=0.1),
+    "amsgrad in groups": lambda torch: (
+        lambda params: torch.optim.AdamW(halves(params, "amsgrad", False, True), lr=1e-2, eps=1e-2)
+    ),
+    "lamb": lambda torch: lambda params: own().Lamb(halves(params, "weight_decay", 0.0, 0.1)),
+    "clipped": lambda torch: own().Clipped,
+    "count": lambda torch: own().Counts,
+    "counts": lambda torch: lambda params: own().Counts(halves(params, "lr", 0.1, 0.05)),
+    "calls": lambda torch: lambda params: own().Counts(halves(params, "lr", 0.1, 0.05), own=True),
+    "own list": lambda torch: own().OwnList,
 }
 BACKENDS = [
     dict(zero_stage=1),
@@ -25,6 +35,16 @@ BACKENDS = [
     dict(backend="fsdp2"),
     dict(backend="ddp"),
 ]
+
+
+def own():
+    from tests.support import own_optimizers
+
+    return own_optimizers
+
+
+def halves(params, key: str, of_vectors, of_matrices) -> list[dict]:
+    return own().in_groups(params, {key: of_vectors}, {key: of_matrices})
 
 
 def model():
@@ -87,10 +107,38 @@ def distances(name: str, folder: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "rmsprop", "amsgrad"])
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "rmsprop", "amsgrad", "sgd in groups", "amsgrad in groups"])
 def test_an_optimizer_through_a_checkpoint(name, tmp_path):
     for found in run_ranks(distances, 2, name, str(tmp_path), timeout=90):
         assert len(found) == len(BACKENDS) and max(found.values()) < 1e-6, found
+
+
+CALLED_ONCE = [
+    ("counts", dict(backend="fsdp2")),
+    ("calls", dict(backend="fsdp2")),
+    ("calls", dict(backend="ddp")),
+    ("count", dict(zero_stage=3)),
+    ("count", dict(zero_stage=1)),
+    ("own list", dict(backend="ddp")),
+]
+
+
+def trained_distances() -> list[float]:
+    """How far weights are from those of one process after four steps, by `CALLED_ONCE`."""
+    import torch
+
+    found = []
+    for name, sharding in CALLED_ONCE:
+        engine, true = made(name, sharding), of_one_process(name)
+        for step in range(4):
+            engine.train_step(batches(step)[torch.distributed.get_rank() :: 2])
+        weights = dict(engine.whole_weights())
+        found.append(max(float((weights[each] - true[each]).abs().max()) for each in true))
+    return found
+
+
+def test_optimizers_that_count_their_calls():
+    assert max(map(max, run_ranks(trained_distances, 2, timeout=90))) < 1e-6
 
 
 def begun_by_weights() -> list[int]:
@@ -118,6 +166,15 @@ REFUSED = {
     ("cpu adam", "fsdp2"): "DeepSpeedCPUAdam reads plain memory",
     ("amsgrad", "megatron"): "not the state of this AdamW",
     ("nadam", "ddp"): "the optimizer keeps mu_product, and a checkpoint has",
+    ("lamb", "deepspeed"): "Lamb steps a parameter as a whole, and backend deepspeed gives it pieces",
+    ("clipped", "fsdp2"): "Clipped steps a parameter as a whole, and backend fsdp2 gives it pieces",
+    ("counts", "deepspeed"): 'changes group["k"], and deepspeed makes 2 calls in a step',
+    ("calls", "deepspeed"): "changes self.calls, and deepspeed makes 2 calls in a step",
+    ("counts", "ddp"): 'the optimizer keeps group["k"], and a checkpoint has',
+    ("calls", "fsdp2"): "the optimizer keeps self.calls, and a checkpoint has",
+    ("own list", "fsdp2"): "OwnList does not step the parameters of its param_groups, where backend fsdp2 puts its own",
+    ("own list", "deepspeed"): "OwnList does not step the parameters of its param_groups",
+    ("own list", "ddp"): "the optimizer keeps parameters in a list of its own, and a checkpoint has",
     ("sgd", "into amsgrad"): "0.weight is frozen in",
     ("amsgrad", "into sgd"): "has exp_avg and exp_avg_sq and max_exp_avg_sq, not nothing, in",
 }

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megaaccum.errors import ConfigError
 from megaaccum.upstream import adam
+from tests.support.own_optimizers import Clipped, Counts, Lamb, OwnList, in_groups
 
 BOTH = ("exp_avg", "exp_avg_sq")
 
@@ -35,6 +37,61 @@ def test_what_an_optimizer_keeps(kind, keys, tensors, others, count):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
 def test_optimizers_of_whole_parameters(kind):
     assert not adam.look_at(kind([torch.nn.Parameter(torch.ones(3, 4))])).cuts
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda params: Lamb(in_groups(params, {"weight_decay": 0.0}, {"weight_decay": 0.1})),
+        Clipped,
+    ],
+)
+def test_a_later_group_or_step_that_needs_the_whole_parameter(made):
+    assert not adam.look_at(made(torch.nn.Linear(3, 4).parameters())).cuts
+
+
+def test_each_group_keeps_tensors_of_its_own():
+    layer = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(in_groups(layer.parameters(), {"momentum": 0.0}, {"momentum": 0.9}), lr=0.1)
+    assert adam.look_at(optimizer) == adam.Kept(tensors=("momentum_buffer",))
+    assert adam.moments(optimizer, layer.bias) == ()
+    assert adam.moments(optimizer, layer.weight) == ("momentum_buffer",)
+
+
+@pytest.mark.parametrize(("own", "name"), [(False, 'group["k"]'), (True, "self.calls")])
+def test_a_count_of_calls(own, name):
+    optimizer = Counts(torch.nn.Linear(3, 4).parameters(), own=own)
+    kept = adam.look_at(optimizer)
+    assert (kept.others, kept.counts, kept.cuts) == ((name,), (name,), True)
+    adam.check_calls(optimizer, 1)
+    with pytest.raises(ConfigError, match="deepspeed makes 2 calls in a step"):
+        adam.check_calls(optimizer, 2)
+
+
+def test_an_optimizer_is_as_before():
+    """Counts, lists, hooks, schedulers' calls and random states: the look runs none of them and changes none."""
+    layer, calls = torch.nn.Linear(3, 4), []
+    layer(torch.ones(3)).sum().backward()
+    for made in (lambda params: Counts(params, own=True), Counts, OwnList, lambda params: torch.optim.SGD(params, 0.1)):
+        optimizer = made(layer.parameters())
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        before = {name: repr(value) for name, value in vars(optimizer).items()}
+        weights, random = layer.weight.clone(), torch.get_rng_state()
+        adam.look_at(optimizer)
+        assert {name: repr(value) for name, value in vars(optimizer).items()} == before
+        assert torch.equal(weights, layer.weight) and torch.equal(random, torch.get_rng_state()) and not calls
+
+
+def test_an_optimizer_with_parameters_in_a_list_of_its_own():
+    assert adam.look_at(OwnList(torch.nn.Linear(3, 4).parameters())).others == (adam.OWN_LIST,)
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
+def test_a_rate_at_which_fp32_shows_nothing(lr):
+    kept = adam.look_at(torch.optim.AdamW(torch.nn.Linear(3, 4).parameters(), lr=lr, foreach=False))
+    assert kept == adam.Kept(count=torch.Tensor)
 
 
 def test_an_optimizer_that_takes_a_closure():
