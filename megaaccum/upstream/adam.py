@@ -85,8 +85,8 @@ def _run(
         for group in groups:
             if isinstance(lr := group.get("lr"), torch.Tensor | float | int):
                 group["lr"] = lr.detach().clamp(min=0.1) if isinstance(lr, torch.Tensor) else max(lr, 0.1)
-        state = defaultdict(dict, zip(params, states, strict=False))
-        vars(optimizer).update({name: {} for name in _HOOKS}, param_groups=groups, state=state)
+        optimizer.param_groups, optimizer.state = groups, defaultdict(dict, zip(params, states, strict=False))
+        vars(optimizer).update({name: {} for name in _HOOKS})
         before, seen = _numbers_of(optimizer), [torch.stack((*params,)).detach()]
         with torch.random.fork_rng([line.device] if line.is_cuda else []):
             for number, size in enumerate(_SIZES):
@@ -94,7 +94,7 @@ def _run(
                     param.grad = size * (line.view(shape) - number / 3).pow(3)
                 optimizer.step()
                 seen.append(torch.stack((*params,)).detach())
-        changed = {name: now for name, now in _numbers_of(optimizer).items() if now != before.get(name)}
+        changed = {name: now for name, now in _numbers_of(optimizer).items() if now != before.get(name, [])}
         return torch.stack(seen).flatten(2), [optimizer.state[param] for param in params], changed
     finally:
         vars(optimizer).clear()
@@ -104,12 +104,12 @@ def _run(
 def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
     """The numbers in an optimizer and its groups, of a tensor the sum, beside parameters, states and groups' `step`."""
     held = [(f"self.{name}", vars(optimizer)[name]) for name in vars(optimizer).keys() - {"param_groups", "state"}]
-    for group in optimizer.param_groups:
-        held += [(f'group["{name}"]', group[name]) for name in group.keys() - {"params", "step"}]
+    groups = optimizer.param_groups
+    held += [(f'group["{name}"]', group[name]) for group in groups for name in group.keys() - {"params", "step"}]
     found: dict[str, list[str]] = defaultdict(list)
     for name, value in held:
-        numbers = (each for each in tree_leaves(value) if type(each) in (int, float) or isinstance(each, torch.Tensor))
-        found[name] += [repr(float(torch.as_tensor(each).detach().double().sum())) for each in numbers]
+        leaves = (float(each.sum()) if isinstance(each, torch.Tensor) else each for each in tree_leaves(value))
+        found[name] += [repr(each) for each in leaves if type(each) in (int, float)]
     return found
 
 

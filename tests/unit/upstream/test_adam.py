@@ -79,7 +79,8 @@ def test_an_optimizer_is_as_before():
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         before = {name: repr(value) for name, value in vars(optimizer).items()}
         weights, random = layer.weight.clone(), torch.get_rng_state()
-        adam.look_at(optimizer)
+        kept = adam.look_at(optimizer)
+        assert "self._opt_called" not in kept.others, "the scheduler's mark is no state"
         assert {name: repr(value) for name, value in vars(optimizer).items()} == before
         assert torch.equal(weights, layer.weight) and torch.equal(random, torch.get_rng_state()) and not calls
 
