@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +44,9 @@ OWN_LIST = "parameters in a list of its own"
 def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     """Find out what an optimizer keeps, by steps on parameters made for it; it is as before. Raises what a step
     raises."""
-    whole, states, changed = _run(optimizer, (2, 3))
+    alike = [repr({**group, "params": 0, "lr": 0, "initial_lr": 0}) for group in optimizer.param_groups]
+    run = partial(_run, optimizer, [alike.index(options) for options in dict.fromkeys(alike)])  # one of each kind
+    whole, states, changed = run((2, 3))
     count = next((type(state["step"]) for state in states if "step" in state), None)
     states = [{kind: value for kind, value in each.items() if kind != "step" and value is not None} for each in states]
     kinds = [tuple(sorted(kind for kind in each if getattr(each[kind], "shape", None) == (2, 3))) for each in states]
@@ -51,37 +54,39 @@ def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     others += [*sorted(changed), *([] if (whole != whole[0]).any() else [OWN_LIST])]
     first = {"step": _counted(count, 0, whole.device)} if count else {}
     zeros = [{kind: torch.zeros((2, 3), device=whole.device) for kind in own} | deepcopy(first) for own in kinds]
-    if not others and not torch.allclose(whole, _run(optimizer, (2, 3), states=zeros)[0], atol=1e-6):
+    if not others and not torch.allclose(whole, run((2, 3), states=zeros)[0], atol=1e-6):
         others.append("a state that does not begin at zero")
     try:
-        parts = [_run(optimizer, (size,), start) for start, size in ((0, 2), (2, 4))]
+        parts = [run((size,), start) for start, size in ((0, 2), (2, 4))]
         cuts = torch.allclose(whole, torch.cat([values for values, *_ in parts], dim=-1), atol=1e-6)
         cuts = cuts and all(each.get(name) == changed[name] for *_, each in parts for name in changed if "[" in name)
     except Exception:  # of any kind: it takes matrices alone
         cuts = False
-    for own, group in zip(kinds, optimizer.param_groups, strict=True):
+    found = dict(zip(dict.fromkeys(alike), kinds, strict=True))
+    for options, group in zip(alike, optimizer.param_groups, strict=True):
         for param in group["params"]:
-            param.kept_tensors = own
-    tensors = tuple(sorted(set().union(*kinds)))
-    _KEPT[optimizer] = Kept(tensors, tuple(others), tuple(sorted(changed)), count, cuts)
+            param.kept_tensors = found[options]
+    tensors = sorted(set().union(*kinds))
+    _KEPT[optimizer] = Kept(tuple(tensors), tuple(others), tuple(sorted(changed)), count, cuts)
     return _KEPT[optimizer]
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], start: int = 0, states: Iterable[dict[str, Any]] = ()
+    optimizer: torch.optim.Optimizer, numbers: list[int], shape: tuple[int, ...], start: int = 0, states: Any = ()
 ) -> tuple[torch.Tensor, list[dict[str, Any]], dict[str, list[str]]]:
-    """Four steps, without hooks, on a parameter of `shape` in each group, of six values those from `start`: the values
-    before and after each step, the states, and other numbers that changed. The optimizer works with copies of its
-    attributes, in which nothing is a parameter of the user's, at a learning rate whose steps FP32 shows."""
+    """Four steps, without hooks, on a parameter of `shape` in each group of `numbers`, of six values those from
+    `start`: the values before and after each step, the states, and other numbers that changed. The optimizer works with
+    copies of its attributes, in which nothing is a parameter of the user's, at a learning rate whose steps FP32
+    shows."""
     kept, held = dict(vars(optimizer)), [param for group in optimizer.param_groups for param in group["params"]]
     memo: dict[int, Any] = dict.fromkeys(map(id, held), torch.nn.Parameter(torch.empty(0))) | {id(optimizer): optimizer}
     line = torch.linspace(-1.0, 2.0, 6, dtype=torch.float32, device=held[0].device)[start:][: math.prod(shape)]
-    params = [torch.nn.Parameter(1.0 + line.view(shape) / 4) for _ in optimizer.param_groups]
+    params = [torch.nn.Parameter(1.0 + line.view(shape) / 4) for _ in numbers]
     try:
         for name in kept.keys() - {"state", *_HOOKS}:
             with suppress(Exception):  # what has no copy, such as a module of Python, is shared
                 vars(optimizer)[name] = deepcopy(kept[name], memo)
-        groups = [group | {"params": [param]} for group, param in zip(optimizer.param_groups, params, strict=True)]
+        groups = [optimizer.param_groups[at] | {"params": [param]} for at, param in zip(numbers, params, strict=True)]
         for group in groups:
             if isinstance(lr := group.get("lr"), torch.Tensor | float | int):
                 group["lr"] = lr.detach().clamp(min=0.1) if isinstance(lr, torch.Tensor) else max(lr, 0.1)
@@ -108,7 +113,7 @@ def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
     held += [(f'group["{name}"]', group[name]) for group in groups for name in group.keys() - {"params", "step"}]
     found: dict[str, list[str]] = defaultdict(list)
     for name, value in held:
-        leaves = (float(each.sum()) if isinstance(each, torch.Tensor) else each for each in tree_leaves(value))
+        leaves = (float(each.detach().sum()) if isinstance(each, torch.Tensor) else each for each in tree_leaves(value))
         found[name] += [repr(each) for each in leaves if type(each) in (int, float)]
     return found
 
