@@ -178,7 +178,7 @@ class PlanPasses:
                 "overlap_moe_expert_parallel_comm runs a model's schedule plan, and"
                 f" {type(_unwrapped(call.chunks[0])).__name__} has no build_schedule_plan: set it to false"
             )
-        megatron.norm_after_dense_layers()
+        megatron.mend_schedules()
         set_streams(high_priority=bool(getattr(call.config, "high_priority_a2a_comm_stream", False)))
 
     def forward(self, at: Forward) -> Forwarded:

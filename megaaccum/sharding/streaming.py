@@ -92,10 +92,7 @@ class StreamingBackend(DeepSpeedBackend):
             released_linear.install(chunk)
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
-            unit.module.register_forward_hook(
-                lambda module, args, keys, out, unit=unit: self._after_forward(unit, (args, keys), out),
-                with_kwargs=True,
-            )
+            unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
 
     def _looks_at_each_microbatch(self, plan: Plan) -> bool:
         return True
@@ -166,21 +163,20 @@ class StreamingBackend(DeepSpeedBackend):
         else:
             self._acquire(unit, unit.after)
 
-    def _after_forward(self, unit: Unit, given: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: Any, args: Any, keys: Any, output: Any) -> None:
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute). The
-        backward begins at whichever tensor of the output comes first: some may have no use. One that was `given` and
+        backward begins at whichever tensor of the output comes first: some may have no use. One that was given and
         passed on is another unit's, and a parameter's hook would stay."""
         if self._recomputes_itself(unit):
             return
         outputs = [each for each in tensors_in(output) if each.requires_grad]
         if torch.is_grad_enabled() and outputs:
-            passed_on = {id(each) for each in tensors_in((given, unit.params))}
+            passed_on = {id(each) for each in tensors_in((args, keys, unit.params))}
+            made = [each for each in outputs if id(each) not in passed_on] or outputs
             microbatch = self.sums.microbatch
             unit.uses[microbatch] += 1
             torch.autograd.graph.register_multi_grad_hook(
-                [each for each in outputs if id(each) not in passed_on] or outputs,
-                lambda grad: self.before_unit_backward(unit, microbatch),
-                mode="any",
+                made, lambda grad: self.before_unit_backward(unit, microbatch), mode="any"
             )
         if pytorch.in_backward() and torch.is_grad_enabled():
             self._recomputed = unit

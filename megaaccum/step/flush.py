@@ -18,12 +18,11 @@ def flush_arguments(
     steps: TrainStep, opened: OpenStep, batch: Microbatches, *, forward_only: bool = False
 ) -> dict[str, Any]:
     """The arguments of a forward_backward_func that runs one flush over `batch`."""
+    megatron.mend_schedules()
     needs_each = bool(batch.dummies) or steps.probe is not None  # single micro-batches are followed
     interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-    if interleaves:
-        megatron.norm_after_dense_layers()
     observers: list[object] = [steps.observer.trace, *([steps.fp8] if steps.fp8.keeps_scales else [])]
     steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
     observers.append(steps.backend.sums)
@@ -44,8 +43,6 @@ def flush_arguments(
         more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
         if batch.lengths is not None:
             more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
-    else:
-        megatron.send_zero_gradients()
     shape = sent_shape(steps.chunks, steps.batch)
     return {
         "forward_step_func": ForwardStep(

@@ -29,11 +29,11 @@ def check() -> list[str]:
     norm after it. Sentences on those that this version lacks; empty when all is well."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-    from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables
+    from megatron.core.models.gpt import fine_grained_callables as plans
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    problems = []
+    problems = [] if "return layer._forward_mlp(" in inspect.getsource(plans) else ["plans norm dense layers' outputs"]
     if not {"_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"} <= held_groups().keys():
         problems.append("parallel_state does not hold its groups in globals")
     if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
@@ -42,8 +42,6 @@ def check() -> list[str]:
         problems.append("_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle")
     if ".register_grad_ready(" not in inspect.getsource(DistributedDataParallel):
         problems.append("DistributedDataParallel calls no register_grad_ready when it has added a gradient")
-    if "return layer._forward_mlp(" not in inspect.getsource(build_transformer_layer_callables):
-        problems.append("a schedule plan's dense layer returns something else than its MLP's output")
     for cls in (ColumnParallelLinear, RowParallelLinear):
         source = inspect.getsource(cls.forward)
         for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
@@ -152,25 +150,6 @@ def scales_side_losses(config: Any) -> bool:
     return any(getattr(config, key, None) is not None for key in keys)
 
 
-@functools.cache
-def send_zero_gradients() -> None:
-    """Have Megatron's schedules send zeros where a stage gives its input no gradient (it detaches it, or a micro-batch
-    does not use it). They send nothing (megatron-core 0.19: backward_step gives None), and the stage before waits for
-    ever."""
-    from megatron.core.pipeline_parallel import schedules
-
-    step = schedules.backward_step
-
-    def filled(received: Any, grad: Any) -> Any:
-        return torch.zeros_like(received) if grad is None and received is not None else grad
-
-    def backward_step(received: Any, *rest: Any) -> Any:
-        grads = step(received, *rest)
-        return list(map(filled, received, grads)) if isinstance(grads, list) else filled(received, grads)
-
-    schedules.backward_step = backward_step
-
-
 def weigh_predictions_over_cp() -> None:
     """Have Megatron weigh the loss of prediction layers by the tokens of whole micro-batches where sequences are cut
     over ranks. Its factor, unmasked tokens before a shift over those after it, is of a rank's own part (megatron-core
@@ -207,26 +186,33 @@ def weigh_predictions_over_cp() -> None:
     gpt_model.process_mtp_loss = over_cp
 
 
-def norm_after_dense_layers() -> None:
-    """Have Megatron's schedule plans apply the final norm after a last layer that is dense too. Theirs is a part of the
-    node that combines the experts' outputs (megatron-core 0.19: submodule_combine_forward), and such a layer has none:
-    the head reads what is not normalized, and the norm's weight gets no gradient."""
-    from megatron.core.models.common import fine_grained_callables as callables
-    from megatron.core.models.gpt.fine_grained_callables import build_transformer_layer_callables as build
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+@functools.cache
+def mend_schedules() -> None:
+    """Have Megatron's schedules do what they leave out (megatron-core 0.19).
 
-    def built(layer: Any) -> tuple[list[Any], Any]:
-        (attention, dispatch, mlp, *rest), weight_grads = build(layer)
+    A stage that gives its input no gradient (it detaches it, or a micro-batch does not use it) sends zeros:
+    backward_step gives None, and the stage before would wait for ever. Behind a last layer that is dense, a schedule
+    plan applies the final norm: it is a part of the node that combines experts' outputs, which such a layer lacks. Only
+    layers with experts keep a residual in their state.
+    """
+    from megatron.core.models.common.utils import TransformerLayerNode
+    from megatron.core.pipeline_parallel import schedules
 
-        def mlp_and_norm(node: Any, *inputs: Any) -> Any:
-            output = mlp(node, *inputs)
-            norm = node.is_last_layer and node.chunk_state.model.decoder.final_layernorm
-            return norm(output) if norm else output
+    step = schedules.backward_step
 
-        dense = not isinstance(layer.mlp, MoELayer)
-        return [attention, dispatch, mlp_and_norm if dense else mlp, *rest], weight_grads
+    def filled(received: Any, grads: Any) -> Any:
+        if isinstance(received, list):
+            return list(map(filled, received, grads))
+        return torch.zeros_like(received) if grads is None and received is not None else grads
 
-    callables.build_transformer_layer_callables = built
+    def forward_impl(self: Any, *inputs: Any) -> Any:
+        output = self.submodule(self, *inputs)
+        dense = self.name == "mlp" and not hasattr(self.layer_state, "residual")
+        norm = dense and self.is_last_layer and getattr(self.chunk_state.model.decoder, "final_layernorm", None)
+        return norm(output) if norm else output
+
+    schedules.backward_step = lambda received, *rest: filled(received, step(received, *rest))
+    TransformerLayerNode.forward_impl = forward_impl
 
 
 def reduce_scatter(reduce_scatter: Callable[..., Any] | None = None) -> None:
