@@ -191,7 +191,7 @@ def mend_schedules() -> None:
     """Have Megatron's schedules do what they leave out (megatron-core 0.19).
 
     A stage that gives its input no gradient (it detaches it, or a micro-batch does not use it) sends zeros:
-    backward_step gives None, and the stage before would wait for ever. Behind a last layer that is dense, a schedule
+    backward_step gives None, and the stage before would wait for ever. After a last layer that is dense, a schedule
     plan applies the final norm: it is a part of the node that combines experts' outputs, which such a layer lacks. Only
     layers with experts keep a residual in their state.
     """
