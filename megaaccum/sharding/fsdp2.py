@@ -101,7 +101,8 @@ class Fsdp2Backend(ShardingBackend):
         compute = next((param.dtype for param in chunk.parameters()), planned)  # a stage may have no layer
         is_trained = any(param.requires_grad for param in chunk.parameters())
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32" and is_trained:
-            chunk.float()
+            for param in chunk.parameters():  # buffers keep theirs
+                param.data = param.data.float() if param.is_floating_point() else param.data
         self._sum_dtype = None if compute is torch.float64 else names.DTYPES[sharding.grad_reduce_dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=compute if compute in (torch.bfloat16, torch.float16) else None,

@@ -108,6 +108,37 @@ def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path
     assert "With sync streaming a module's parameters are there while its forward runs" in note
 
 
+def of_buffers(backend: str) -> dict:
+    """Dtypes that a forward of a BF16 model finds in its buffers."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8).bfloat16()
+            for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int64):
+                self.register_buffer(f"of_{dtype}".replace(".", "_"), torch.ones(8, dtype=dtype))
+
+        def forward(self, batch):
+            found.update({name: str(buffer.dtype) for name, buffer in self.named_buffers()})
+            return self.layer(batch.bfloat16())
+
+    found: dict[str, str] = {}
+    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=dict(backend=backend, bf16=True), world_size=1)
+    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    engine.train_step(batches())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
+def test_buffers_keep_their_precision(backend):
+    (found,) = run_ranks(of_buffers, 1, backend)
+    assert found == {f"of_torch_{name}": f"torch.{name}" for name in ("bfloat16", "float32", "float64", "int64")}
+
+
 class OfTwoDtypes:
     """A model with layers in BF16, and after them norms in FP32, which Megatron's optimizer lists first."""
 
