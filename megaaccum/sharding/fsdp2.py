@@ -111,9 +111,11 @@ class Fsdp2Backend(ShardingBackend):
         )
         kept: dict[str, Any] = dict(mp_policy=policy, reshard_after_forward=self._streaming)
         own_ranks = experts.modules_of(chunk)
+        layers = list(dict.fromkeys(layers_of(chunk)))  # one may run several times
+        _refuse_shared(chunk, [*own_ranks, *layers])
         for module in own_ranks:
             fully_shard(module, mesh=self._expert_mesh, **kept)
-        for layer in layers_of(chunk):
+        for layer in layers:
             fully_shard(layer, mesh=self._mesh, **kept)
         root = fully_shard(chunk, mesh=self._mesh, **kept)
         root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
@@ -301,6 +303,21 @@ class Fsdp2Backend(ShardingBackend):
         partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
         held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
         return held
+
+
+def _refuse_shared(chunk: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
+    """Raise ConfigError if a parameter is in two units: of `modules`, or in one and outside of them. FSDP2 cuts it with
+    one, and leaves the other a copy of its own."""
+    paths = {path: each for path, each in chunk.named_modules(remove_duplicate=False) if each in modules}
+    found: dict[torch.Tensor, tuple[str, torch.nn.Module | None]] = {}
+    for name, param in chunk.named_parameters(remove_duplicate=False):
+        unit = paths.get(max((path for path in paths if name.startswith(f"{path}.")), key=len, default=""))
+        other, first = found.setdefault(param, (name, unit))
+        if unit is not first:
+            raise ConfigError(
+                f"backend fsdp2: {other} and {name} are one parameter, which fully_shard cannot cut into two layers, or"
+                " a layer and the rest of the model: set backend to deepspeed or ddp, or make them two parameters"
+            )
 
 
 def _replica(param: torch.nn.Parameter) -> int:
