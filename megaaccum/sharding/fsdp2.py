@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaaccum.distributed import groups as process_groups
+from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
@@ -90,6 +91,11 @@ class Fsdp2Backend(ShardingBackend):
             fsdp2.before_reduce(chunk, self._show_held)
             if self.sums.in_one_order:
                 fsdp2.complete_before_reduction(chunk, self._rest_of)
+        # Ranks of experts wait for each other's tokens in the last backward. One that waited there for a layer that
+        # another skips would keep it from them: the first step shows whether there is such a layer.
+        at_end = None if plan.layout.ep > 1 else False
+        roots = [] if self._streaming else self._roots
+        self._turns = {each: fsdp2.UnitTurns(each, at_end=at_end, reduces=not self._splits) for each in roots}
         for group in optimizer.param_groups:
             group["params"] = [shards[id(param)] for param in group["params"]]
 
@@ -188,6 +194,11 @@ class Fsdp2Backend(ShardingBackend):
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
+        turns = self._turns.values()
+        if self._last_flush and any(each.at_end is None for each in turns):
+            skips = any(gathered(any(each.skips for each in turns), self._groups.collection.tp_dp_cp))
+            for each in turns:
+                each.at_end = skips
 
     # --- a backward in two parts ---
 
@@ -249,8 +260,8 @@ class Fsdp2Backend(ShardingBackend):
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(True)
-        for unit in fsdp2.units(cast("torch.nn.Module", root)):
-            fsdp2.even_out(unit)
+        if root in self._turns:
+            self._turns[root].begin()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -271,7 +282,7 @@ class Fsdp2Backend(ShardingBackend):
             unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
-        return [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
+        return [module for chunk in self._chunks for module in fsdp2.modules(chunk)]
 
     def own_shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""

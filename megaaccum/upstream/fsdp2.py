@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megaaccum.errors import FlushError
 from megaaccum.upstream import pytorch
 from megaaccum.upstream.adam import own_tensor
 from megaaccum.upstream.lookup import missing
@@ -28,10 +29,14 @@ def check() -> list[str]:
 def units(root: Any) -> list[Any]:
     """Groups of parameters that FSDP2 gathers and reduces at once in a fully sharded chunk, in the order of a backward:
     the last layer first. The root (embedding, final norm, head), whose gradients come both first and last, ends it."""
+    return [unit for module in reversed(modules(root)) for unit in _own_units(module)]
+
+
+def modules(root: Any) -> list[Any]:
+    """The fully sharded modules of a chunk, itself first, in the order of the model."""
     from torch.distributed.fsdp import FSDPModule
 
-    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    return [unit for module in reversed(modules) for unit in _own_units(module)]
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _own_units(module: Any) -> list[Any]:
@@ -41,10 +46,8 @@ def _own_units(module: Any) -> list[Any]:
 
 def _by_layer(root: Any) -> list[list[Any]]:
     """The units of `units`, each with those inside it (experts, in a layer)."""
-    from torch.distributed.fsdp import FSDPModule
-
     layers: list[list[Any]] = []
-    for module in (module for module in root.modules() if isinstance(module, FSDPModule) and module is not root):
+    for module in modules(root)[1:]:
         if layers and any(module is inside for inside in layers[-1][0].modules()):
             layers[-1].append(module)
         else:
@@ -129,6 +132,66 @@ class UnitWeightGrads:
             unit.post_backward()
 
 
+class UnitTurns:
+    """Gathers and reductions of the units of one fully sharded chunk, in one order on every rank, where parameters stay
+    gathered through a step.
+
+    FSDP2 gathers a unit in its own forward, and reduces it where a backward comes by, or at the end of one that does
+    not, so that ranks whose micro-batches run other layers would mix up these. Here a forward begins with gathers of
+    all units. In the last backward a unit that has all its gradients is reduced at once if those before it (`units`)
+    are; else it waits for them, at most to the end. reduces: its backwards are not split. at_end: all wait for the end,
+    as they do while it is None.
+    """
+
+    def __init__(self, root: Any, *, at_end: bool | None, reduces: bool):
+        self.at_end, self.skips = at_end, False
+        """`skips`: whether a backward has left out a unit."""
+        self._all, self._units = units(root), units(root) if reduces else []
+        self._post_backward = {id(unit): unit.post_backward for unit in self._units}
+        self._left: list[Any] = []
+        root.set_modules_to_forward_prefetch(modules(root)[1:])
+        root._set_unshard_async_op(True)  # otherwise a stream of its own keeps memory for all that is under way
+        root.register_forward_hook(self._end_forward, always_call=True)
+        for unit in self._units:
+            unit.post_backward = partial(self._came, unit)
+        for state in (module._get_fsdp_state() for module in modules(root)):
+            state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
+
+    def begin(self) -> None:
+        """Begin the chunk's last backward."""
+        self._left = list(self._units)
+
+    def _end_forward(self, *_: Any) -> None:
+        for unit in self._all:
+            unit.wait_for_unshard()  # of one that did not run
+            if not torch.is_grad_enabled():
+                unit._post_forward_indices.clear()  # backwards to come
+
+    def _came(self, unit: Any, *_: Any) -> None:
+        does = unit.reduce_grads, unit.reshard_after_backward
+        unit.reduce_grads = unit.reshard_after_backward = False
+        self._post_backward[id(unit)]()  # adds its gradients to those before
+        unit.reduce_grads, unit.reshard_after_backward = does
+        for first in list(self._left) if self.at_end is False else ():
+            # A layer that runs twice has another backward to come.
+            if first._training_state.name != "POST_BACKWARD" or first._post_forward_indices:
+                break
+            self._reduce()
+
+    def _end(self, end: Callable[[], None]) -> None:
+        self.skips |= any(unit._training_state.name == "IDLE" for unit in self._units)
+        while self._left:
+            self._reduce()
+        for late in (p for unit in self._units if unit.reduce_grads for p in unit.fsdp_params if _gradients(p)):
+            raise FlushError(f"a gradient of {late._param_fqn} came after its reduction: let no other layer use it")
+        end()
+
+    def _reduce(self) -> None:
+        unit = self._left.pop(0)
+        even_out(unit)
+        self._post_backward[id(unit)]()
+
+
 def drop_unreduced(root: Any) -> None:
     """Forget the gradients that a fully sharded module has added up and not reduced (of backwards inside
     set_requires_gradient_sync(False), and of HSDP before its all-reduce). torch 2.13's FSDPModule has no method for it,
@@ -143,14 +206,11 @@ def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     """(`held`, the argument of `give_gradient`; the whole parameter, without its data) of each trained parameter of a
     fully sharded chunk. Collective: FSDP2 makes whole parameters when it first gathers them, and keeps them (torch
     2.13)."""
-    from torch.distributed.fsdp import FSDPModule
-
     found = []
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            found += [(held, held._unsharded_param) for held in _trained(module)]
-            module.reshard()
+    for module in modules(root):
+        module.unshard()
+        found += [(held, held._unsharded_param) for held in _trained(module)]
+        module.reshard()
     return found
 
 

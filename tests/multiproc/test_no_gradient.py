@@ -79,6 +79,128 @@ def test_layers_that_some_microbatches_skip():
     check(no_gradient.dropped, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
 
 
+def test_layers_that_some_microbatches_do_not_call():
+    """FSDP2 gathers and reduces a layer where it runs, and ranks run others at a time."""
+    layouts = ["", "--data_parallel_replicas 2 ", "--deterministic "]
+    cases = [Case(4, f"--backend fsdp2 {layout}" + PLAIN, SMALL) for layout in layouts]
+    check(no_gradient.uncalled, [*cases, Case(4, "--backend fsdp2 " + SPLIT, SMALL)])
+
+
+def test_layers_that_some_microbatches_do_not_call_beside_experts_of_other_ranks():
+    """A rank that waited for such a layer in its last backward would keep its experts from another's tokens."""
+    case = Case(4, "--expert_model_parallel_size 2 --backend fsdp2 " + PLAIN, EXPERTS + "--moe_layer_freq [0,1,0,1] ")
+    check(no_gradient.uncalled, [case])
+
+
+ALL = [0, 1, 2]
+OF_FSDP2 = {
+    "in a later step": [[ALL] * 8, [ALL] * 5 + [[0, 2], [1], ALL]],
+    "another on each rank": [[ALL] * 6 + [[1, 2], [0, 2]], [[0, 1]] * 7 + [[1]]],
+    "on one rank": [[ALL, [1, 2]] * 4, [ALL] * 6 + [[], ALL]],
+    "in the first micro-batches": [[[0]] * 4 + [ALL] * 4, [ALL] * 8],
+    "everywhere": [[[1, 2]] * 8, [[]] * 7 + [[2]]],
+    "or called again": [[ALL + ALL] * 8, [ALL, [2, 0, 2]] * 4, [[1, 1, 0]] * 7 + [ALL]],
+}
+"""By step and micro-batch of two ranks, which take turns, the layers that it calls."""
+
+
+def own_layers(steps: list[list[list[int]]], shared: str = "") -> tuple[float, list[str]]:
+    """By how much weights and losses differ from those of one process, and what happened in the last backward of the
+    first step: names of parameters that were reduced, and of layers whose backward began.
+
+    A layer -1 is a use of layer 1's bias outside of it. shared: what has a parameter of layer 0 too.
+    """
+    import copy
+
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+            if shared == "layer":
+                self.layers[2] = self.layers[0]
+            elif shared:
+                self.get_submodule(shared).weight = self.layers[0].weight
+
+        def forward(self, batch):
+            hidden = self.first(batch["x"])
+            for number in batch["calls"]:
+                more = self.layers[number](hidden) if number >= 0 else hidden + self.layers[1].bias
+                if more.requires_grad:
+                    more.register_hook(lambda _, number=number: events.append(f"backward of {number}"))
+                hidden = hidden + more.tanh()
+            return self.last(hidden)
+
+    def forward_step(data, model):
+        return model(next(data)), lambda output: (output.square().sum(), 1, {})
+
+    events: list[str] = []
+    rank, model = torch.distributed.get_rank(), Model().double()
+    reference = copy.deepcopy(model)
+    batch = dict(micro_batch_size=1, seq_length=8, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=dict(backend="fsdp2", sync="resident"), optimizer=dict(clip_grad=0.0))
+    engine = initialize(
+        plan, model, forward_step_func=forward_step, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
+    engine.backend.before_reduce = lambda name, _: events.append(name)
+    ours, optimizer, apart = [], torch.optim.SGD(reference.parameters(), lr=0.1), 0.0
+    for calls in steps:
+        data = [dict(x=torch.randn(1, 8, dtype=torch.float64), calls=each) for each in calls]
+        events.clear()
+        losses = [engine.evaluate(data[rank::2])[0], engine.train_step(data[rank::2]).loss]
+        if not ours and "backward of 2" in events:
+            ours = events[-events[::-1].index("backward of 2") :]
+        loss = torch.stack([reference(each).square().sum() for each in data]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        weights, wanted = dict(engine.whole_weights()), dict(reference.named_parameters())
+        apart = max(
+            apart,
+            *(abs(each - loss.item()) for each in losses),
+            *((weights[name] - wanted[name]).abs().max().item() for name in wanted),
+        )
+    return apart, ours
+
+
+@pytest.mark.parametrize("steps", OF_FSDP2.values(), ids=OF_FSDP2)
+def test_layers_of_an_own_model_that_some_microbatches_do_not_call(steps):
+    for apart, _ in run_ranks(own_layers, 2, steps, timeout=40):
+        assert apart < 1e-12
+
+
+def test_layers_that_every_microbatch_calls_are_reduced_under_the_last_backward():
+    for _, events in run_ranks(own_layers, 2, [[ALL] * 8], timeout=40):
+        assert [event for event in events if "bias" not in event][:5] == [
+            "layers.2.weight", "backward of 1", "layers.1.weight", "backward of 0", "layers.0.weight"
+        ]  # fmt: skip
+
+
+def test_a_gradient_of_a_layer_that_comes_after_its_reduction_ends_the_run():
+    ends = try_ranks(own_layers, 2, [[ALL] * 6 + [[-1, *ALL]] * 2], timeout=40)
+    assert all(end.failed for end in ends)
+    found = [end.error for end in ends if end.error and end.error.kind == "FlushError"]
+    assert "a gradient of module.layers.1.bias came after its reduction" in found[0].text
+
+
+def test_a_layer_that_is_listed_twice_is_cut_once():
+    for apart, _ in run_ranks(own_layers, 2, [[ALL] * 8, [[0], ALL] * 4], "layer", timeout=40):
+        assert apart < 1e-12
+
+
+@pytest.mark.parametrize("shared", ["last", "layers.2"])
+def test_one_weight_of_two_units_of_fsdp2_ends_the_run(shared):
+    """FSDP2 would cut it in one, and fail in the other."""
+    for end in try_ranks(own_layers, 2, [[ALL] * 8], shared, timeout=40):
+        assert end.error is not None and end.error.kind == "ConfigError"
+        assert "layers.0.weight" in end.error.text and f"{shared}.weight" in end.error.text
+
+
 @pytest.mark.parametrize("backend", ["--sync streaming ", "--backend fsdp2 --sync streaming "])
 def test_a_layer_that_a_rank_leaves_out_ends_a_run_that_gathers_layer_by_layer(backend):
     ends = try_ranks(no_gradient.gradients, 2, [Case(2, backend + PLAIN, SMALL)], no_gradient.left_out, timeout=40)

@@ -92,8 +92,8 @@ def dropped(chunks) -> None:
 
 def _unless_dropped(forward, hidden_states, *args, **kwargs):
     if not (reads := _reading(hidden_states)).any():
-        return hidden_states, None
-    hidden, *rest = forward(hidden_states, *args, **kwargs)
+        return hidden_states.clone(), None
+    hidden, *rest = forward(*args, hidden_states=hidden_states, **kwargs)
     return torch.where(reads, hidden, hidden_states), *rest
 
 
@@ -112,6 +112,20 @@ def left_out(chunks) -> None:
 
     for chunk in chunks:
         chunk.decoder.layers[1].__class__ = LeftOut
+
+
+def uncalled(chunks) -> None:
+    """Layers without experts, which a micro-batch calls if one of its samples does not skip them."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class Uncalled(TransformerLayer):
+        def __call__(self, *args, **kwargs):
+            return _unless_dropped(super().__call__, kwargs.pop("hidden_states"), *args, **kwargs)
+
+    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+        if not isinstance(layer.mlp, MoELayer):
+            layer.__class__ = Uncalled
 
 
 def skipping(chunks) -> None:
