@@ -81,7 +81,8 @@ def test_layers_that_some_microbatches_skip():
 
 def test_layers_that_some_microbatches_do_not_call():
     """FSDP2 gathers and reduces a layer where it runs, and ranks run others at a time."""
-    layouts = ["", "--data_parallel_replicas 2 ", "--deterministic "]
+    layouts = ["", "--data_parallel_replicas 2 ", "--deterministic ", "--reproducible layout "]
+    layouts.append("--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 ")
     cases = [Case(4, f"--backend fsdp2 {layout}" + PLAIN, SMALL) for layout in layouts]
     check(no_gradient.uncalled, [*cases, Case(4, "--backend fsdp2 " + SPLIT, SMALL)])
 
