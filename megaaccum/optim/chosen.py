@@ -52,13 +52,13 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
             "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
         )
     optimizer = factory(raise_on_all_ranks(_trained, chunks))
-    raise_on_all_ranks(_check_own, optimizer, plan.config.sharding.backend, chunks)
+    raise_on_all_ranks(_check_own, optimizer, plan, chunks)
     return optimizer
 
 
-def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torch.nn.Module]) -> None:
+def _check_own(optimizer: torch.optim.Optimizer, plan: Plan, chunks: list[torch.nn.Module]) -> None:
     """Raise ConfigError for an optimizer that a backend cannot drive, or would drive to other weights."""
-    name = type(optimizer).__name__
+    name, backend = type(optimizer).__name__, plan.config.sharding.backend
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     left = [at for at, param in names.named_parameters(chunks) if param.requires_grad and id(param) not in held]
     if left and backend in ("deepspeed", "megatron"):
@@ -84,6 +84,11 @@ def _check_own(optimizer: torch.optim.Optimizer, backend: str, chunks: list[torc
         raise ConfigError(
             f"optimizer {name} does not step the parameters of its param_groups, where backend {backend} puts its own:"
             " have step() read self.param_groups, not a list from before, or set backend to ddp, with FP32 parameters"
+        )
+    if kept.others and plan.config.step.speculative_step:
+        raise ConfigError(
+            f"speculative_step true: a bad step's update is taken back from copies of tensors, and {name} keeps"
+            f" {listed(kept.others)}: set it to false"
         )
     if not kept.cuts and backend != "ddp":
         raise ConfigError(

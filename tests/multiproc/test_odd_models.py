@@ -56,7 +56,8 @@ def plan_of(**layout: Any) -> Any:
     batch = dict(micro_batch_size=1, seq_length=LENGTH, global_batch_size=COUNT)
     sharding = dict(backend=layout.pop("backend", "ddp"))
     batch |= layout.pop("batch", {})
-    return Plan.of(layout=layout, batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), hidden_size=WIDTH)
+    keys = dict(step=layout.pop("step", {}), optimizer=dict(clip_grad=0.0), hidden_size=WIDTH)
+    return Plan.of(layout=layout, batch=batch, sharding=sharding, **keys)
 
 
 def engine_on(plan: Any, chunks: Any, **keys: Any) -> Any:
@@ -256,6 +257,21 @@ def shared() -> str:
 def test_a_parameter_in_two_chunks_is_refused():
     for text in run_ranks(shared, 2):
         assert "stages.0.layer.weight, stages.3.layer.weight: one parameter in two chunks" in text
+
+
+def speculating() -> str:
+    """The error of an optimizer whose step cannot be taken back."""
+    import torch
+
+    plan = plan_of(pp=2, schedule="zbv", step=dict(speculative_step=True))
+    chunks = [stage(number, 4, "plain") for number in plan.layout.stages(torch.distributed.get_rank())]
+    with pytest.raises(ConfigError) as raised:
+        engine_on(plan, chunks, optimizer=torch.optim.NAdam)
+    return str(raised.value)
+
+
+def test_an_optimizer_whose_step_cannot_be_taken_back_does_not_speculate():
+    assert all("NAdam keeps mu_product: set it to false" in text for text in run_ranks(speculating, 2))
 
 
 def after_errors() -> dict[str, Any]:
