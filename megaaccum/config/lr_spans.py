@@ -26,7 +26,7 @@ def in_samples(config: Config, ramp: BatchRamp) -> tuple[int, float, int | None]
 def key_of(config: Config, iters: str) -> str:
     """The key that gives a span: `iters`, which counts steps, or its counterpart in samples if that is set."""
     samples = iters.replace("_iters", "_samples")
-    return iters if getattr(config.optimizer, samples, None) is None else samples
+    return samples if getattr(config.optimizer, samples, None) else iters
 
 
 def too_long(config: Config, ramp: BatchRamp) -> Iterator[str]:

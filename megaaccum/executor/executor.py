@@ -67,7 +67,7 @@ class Flush:
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
         self._fused, self._config, self._splitting, self._shapes = fused, call.config, splitting, shapes
         self._hooks = Hooks(schedule, rank, call.config, call.chunks, call.backend)
-        self._passes = choose_passes(call)
+        self._passes = choose_passes(call, at_once=fused is not None)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
         self._saved: dict[tuple[int, int], Saved] = {}
         self._owed: dict[tuple[int, int], WeightGrads] = {}
@@ -293,7 +293,7 @@ def unfit(output: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> s
     )
 
 
-def choose_passes(call: Call) -> ModulePasses | PlanPasses:
+def choose_passes(call: Call, *, at_once: bool) -> ModulePasses | PlanPasses:
     """Schedule plans where Megatron's configuration asks for them; an evaluation has nothing to interleave."""
     overlaps = getattr(call.config, "overlap_moe_expert_parallel_comm", False)
-    return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call)
+    return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call, at_once=at_once)

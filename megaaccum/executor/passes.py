@@ -128,10 +128,10 @@ Forwarded = tuple[Saved, torch.Tensor | None]
 
 
 class ModulePasses:
-    """Through the module, and back by autograd."""
+    """Through the module, and back by autograd. at_once: the caller may run a forward and a backward at once."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, *, at_once: bool):
+        self._call, self._at_once = call, at_once
         self._side_losses = megatron.scales_side_losses(call.config)
 
     def forward(self, at: Forward) -> Forwarded:
@@ -142,7 +142,7 @@ class ModulePasses:
         get_attr_wrapped_model(model, "set_input_tensor")([at.received])
         dtype = call.config.autocast_dtype
         autocast = torch.autocast("cuda", dtype=dtype) if call.config.enable_autocast else nullcontext()
-        with wgrad.forward_pass(), autocast:
+        with nullcontext() if self._at_once else wgrad.forward_pass(), autocast:
             output, loss_func = call.forward_step_func(call.iterators[at.chunk], model)
         if not at.last_stage:
             at.send(output.detach())

@@ -77,7 +77,9 @@ class DdpBackend(AccumulatingBackend):
         # A tied embedding's gradient comes twice. A recomputed layer has a backward of its own, at whose end DDP waits
         # for all reductions if its gradients are the rank's last: ranks that have others to come need its experts.
         at_end = plan.config.parallel.overlap_moe_expert_parallel_comm or (
-            plan.layout.ep > 1 and plan.config.model.recompute_granularity is not None
+            plan.layout.ep > 1
+            and plan.config.model.recompute_granularity is not None
+            and plan.config.model.recompute_modules != ["core_attn"]
         )
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self.reduce_chunk, number) for number in range(len(chunks))]

@@ -171,7 +171,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
         if plan.layout.pp > 1 and not getattr(chunk.config, "hidden_size", 0):
             problems.append("the size of what stages send is not known: give Plan.of the hidden_size of the model")
         problems += module_problems(chunk)
-    held = Counter(id(param) for chunk in chunks for param in chunk.parameters())
+    held = Counter(id(param) for chunk in chunks for param in chunk.parameters() if param.requires_grad)
     if shared := [name for name, param in names.named_parameters(chunks) if held[id(param)] > 1]:
         problems.append(
             f"{listed(shared)}: one parameter in two chunks of this rank, which would both reduce it: give each chunk"

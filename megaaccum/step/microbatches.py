@@ -55,7 +55,7 @@ class Microbatches:
             return [iter(self.data) for _ in range(chunks)]
         if isinstance(self.data, Sequence):
             return list(self.data)
-        return list(tee(self.data, chunks))  # each chunk reads every micro-batch
+        return [self.data] if chunks == 1 else list(tee(self.data, chunks))  # each chunk reads every micro-batch
 
     def part(self, start: int, stop: int) -> Microbatches:
         """The micro-batches from `start` to `stop`, for a flush of their own."""

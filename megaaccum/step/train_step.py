@@ -444,7 +444,8 @@ class TrainStep:
         before = self.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
         self.fp8.begin_attempt()
         training = [module for chunk in self.chunks for module in chunk.modules() if module.training]
-        torch.nn.ModuleList(self.chunks).eval()
+        for chunk in self.chunks:
+            chunk.eval()
         evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(self.plan, self.groups, len(batch))))
         evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
         try:

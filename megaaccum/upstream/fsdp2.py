@@ -146,12 +146,18 @@ class UnitTurns:
     def __init__(self, root: Any, *, at_end: bool | None, reduces: bool):
         self.at_end, self.skips = at_end, False
         """`skips`: whether a backward has left out a unit."""
-        self._all, self._units = units(root), units(root) if reduces else []
+        self._all, self._comm = units(root), root._get_fsdp_state()._comm_ctx
+        self._units = [
+            unit for unit in self._all if reduces and any(p.sharded_param.requires_grad for p in unit.fsdp_params)
+        ]
         self._post_backward = {id(unit): unit.post_backward for unit in self._units}
         self._left: list[Any] = []
         root.set_modules_to_forward_prefetch(modules(root)[1:])
         root._set_unshard_async_op(True)  # otherwise a stream of its own keeps memory for all that is under way
+        root.register_forward_pre_hook(self._begin_forward)
         root.register_forward_hook(self._end_forward, always_call=True)
+        for unit in self._all:  # it would gather again what is reduced, on the ranks that ran it
+            unit._backward_prefetch = partial(self._without_prefetch, unit)
         for unit in self._units:
             unit.post_backward = partial(self._came, unit)
         for state in (module._get_fsdp_state() for module in modules(root)):
@@ -161,11 +167,20 @@ class UnitTurns:
         """Begin the chunk's last backward."""
         self._left = list(self._units)
 
+    def _begin_forward(self, *_: Any) -> None:
+        self._first = len(self._comm.post_forward_order)
+
     def _end_forward(self, *_: Any) -> None:
         for unit in self._all:
             unit.wait_for_unshard()  # of one that did not run
-            if not torch.is_grad_enabled():
-                unit._post_forward_indices.clear()  # backwards to come
+            if not torch.is_grad_enabled():  # no backwards of this forward are to come
+                before = [index for index in unit._post_forward_indices if index < self._first]
+                unit._post_forward_indices[:] = before
+
+    @staticmethod
+    def _without_prefetch(unit: Any) -> None:
+        if unit._training_state.name == "PRE_BACKWARD" and unit._post_forward_indices:
+            unit._post_forward_indices.pop()
 
     def _came(self, unit: Any, *_: Any) -> None:
         does = unit.reduce_grads, unit.reshard_after_backward

@@ -41,7 +41,7 @@ def odd_one_out(kind: str, rank: int) -> str:
     [
         ("num_microbatches", ["RankDisagreement: step 1", "(ranks 0, 1, 2: 8; rank 3: 7)", "data-parallel rank 1"]),
         ("too many", ["RankDisagreement", "rank 3: 9"]),
-        ("seq_length", ["RankDisagreement", "seq_length (ranks 0, 1, 2: 16; rank 3: 8)"]),
+        ("seq_length", ["RankDisagreement", "only variable_seq_lengths lets differ (ranks 0, 1, 2: 16; rank 3: 8)"]),
         ("step", ["RankDisagreement", "step (ranks 0, 1, 2: 1; rank 3: 2)"]),
     ],
 )

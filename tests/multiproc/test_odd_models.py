@@ -167,6 +167,59 @@ def test_a_derivative_inside_a_forward_is_no_part_of_the_gradient():
     assert any("a forward differentiates through a linear layer of Megatron's" in text for text in texts), texts
 
 
+def of_layers(kind: str) -> Any:
+    """Layers in a list, with nothing outside of it. Each is left out where a number in the sample says so."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            for number, layer in enumerate(self.layers):
+                if kind != "drops" or number != int(x[0, 0, 1]):
+                    x = torch.cat((x[:, :, :2], (torch.tanh(layer(x)) + x)[:, :, 2:]), dim=2)
+            return x
+
+    return Model()
+
+
+def far_from_one_process(kind: str) -> float:
+    """The largest distance of fsdp2's gradients from those of one process, relative to these."""
+    import torch
+
+    def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        x = next(data_iterator)
+        output = model(x)
+        if kind == "targets":  # two forwards with a gradient, then one without
+            second = model(2 * x)
+            with torch.no_grad():
+                target = model(x)
+            output = output + second - target
+        return output, lambda out: (out.square().sum(), LENGTH, {})
+
+    batches, (model, alone) = data(), (of_layers(kind), of_layers(kind))
+    for number, batch in enumerate(batches):
+        batch[0, 0, 1] = 0.0 if number == COUNT - 1 else 5.0  # rank 1 leaves layer 0 out, in its last micro-batch
+        output, loss_func = step(iter([batch]), alone)
+        (loss_func(output)[0] / LENGTH / COUNT).backward()
+    engine = engine_on(plan_of(backend="fsdp2"), model, forward_step_func=step)
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    engine.train_step(batches[torch.distributed.get_rank() :: 2])
+    named = dict(alone.named_parameters())
+    return max(
+        float((before[name] - tensor - named[name].grad).norm() / named[name].grad.norm())
+        for name, tensor in engine.whole_weights()
+    )
+
+
+@pytest.mark.parametrize("kind", ["drops", "targets"])
+def test_fsdp2_gathers_and_reduces_alike_on_all_ranks(kind):
+    assert max(run_ranks(far_from_one_process, 2, kind, timeout=45)) < 1e-5
+
+
 # --- transformers' models that DeepSpeed and Megatron treat in a way of their own -------------------------------------
 
 

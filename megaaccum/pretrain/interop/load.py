@@ -145,11 +145,15 @@ def _read_overrides(overrides: Sequence[str], contents: _Contents, *, whole: boo
         return
     source = read_command_line(overrides)
     foreign, source.unknown = source.unknown, []
-    # A whole run in Megatron's spelling is Megatron's, with its defaults, also where each flag has the name of a key.
+    # A whole run in Megatron's spelling is Megatron's, with its defaults, also where each flag has the name of a key;
+    # values of these that Megatron does not read (`--bf16 true`) are ours.
     megatrons = any(word.partition("=")[0] == "--num-layers" for word in overrides)
-    if whole and (foreign or megatrons):
+    reading = read_flags(overrides) if whole and (foreign or megatrons) else None
+    if reading is not None and (foreign or not reading.problems):
         source = Source(COMMAND_LINE)
-        _put(read_flags(overrides), source, contents)
+        if not foreign:
+            reading.notes.append("the command line is read as Megatron's, with its defaults: --num_layers has ours.")
+        _put(reading, source, contents)
     elif foreign:
         words = [word for unknown in foreign for word in _as_words(unknown)]
         _put(read_flags(words, whole=False), source, contents)

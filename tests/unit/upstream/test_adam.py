@@ -68,6 +68,18 @@ def test_a_count_of_calls(own, name):
         adam.check_calls(optimizer, 2)
 
 
+def test_a_number_that_no_step_reads_is_no_state():
+    class Timed(torch.optim.AdamW):
+        calls = 0
+
+        def step(self, closure=None):
+            self.calls += 1
+            super().step()
+
+    kept = adam.look_at(Timed(torch.nn.Linear(3, 4).parameters(), lr=0.1))
+    assert (kept.others, kept.counts, kept.tensors) == ((), (), ("exp_avg", "exp_avg_sq"))
+
+
 def test_an_optimizer_is_as_before():
     """Counts, lists, hooks, schedulers' calls and random states: the look runs none of them and changes none."""
     layer, calls = torch.nn.Linear(3, 4), []
