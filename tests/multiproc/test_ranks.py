@@ -13,10 +13,9 @@ ZERO3 = Case(2, FLAT, "--untie_embeddings_and_output_weights")
 
 
 def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 0.0) -> list[list[tuple[str, str]]]:
-    """Alarms after each of 6 steps. missed: every backward reduces its gradients. slow, late: seconds that rank 1 takes
-    longer for a forward, or waits for data, in the first 3 steps, by a clock that nothing else moves."""
+    """Alarms after each of 6 steps. missed: each micro-batch has a reduction of all gradients. slow, late: seconds that
+    rank 1 takes longer for a forward, or waits for data, in the first 3 steps, by a clock that nothing else moves."""
     import torch
-    from torch.distributed.fsdp import FSDPModule
 
     from megaaccum.observe.phases import Stopwatch
     from megaaccum.pretrain.metrics.ranks import Ranks
@@ -24,19 +23,18 @@ def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 
     rig = Rig.of(case)
     stages = expected.of_plan(rig.plan, VOCAB, choose(rig.plan.config, has_te=False, on_gpu=False))
     ranks = Ranks(rig.plan, rig.groups, rig.chunks, stages)
-    clock, mine = [0.0], torch.distributed.get_rank()
+    clock, mine, size = [0.0], torch.distributed.get_rank(), sum(param.numel() for param in rig.chunks[0].parameters())
     rig.train_step.observer.stopwatch = Stopwatch(lambda: clock[0])
     user = rig.train_step.forward_step_func
 
     def forward_step(data_iterator, chunk):
         clock[0] += 1.0 + slow * mine
+        if missed:
+            torch.distributed.all_reduce(torch.zeros(size), group=rig.groups.dp)
         return user(data_iterator, chunk)
 
     forward_step.weights = user.weights
     rig.train_step.forward_step_func = forward_step
-    if missed:
-        sync = FSDPModule.set_requires_gradient_sync
-        FSDPModule.set_requires_gradient_sync = lambda self, wanted, **how: sync(self, True, **how)
     steps = range(6)
     return [ranks.after(rig.train(step=n), data=late * mine if n < 3 else 0.0) for n in steps]
 
