@@ -124,8 +124,8 @@ def interleaving_flushes(at: Case) -> list[bool]:
     seen: list[bool] = []
     choose = executor.choose_passes
 
-    def watch(call):
-        passes = choose(call)
+    def watch(call, **keys):
+        passes = choose(call, **keys)
         seen.append(isinstance(passes, executor.PlanPasses))
         return passes
 
