@@ -394,11 +394,10 @@ def _lengths(given: ParsedFlags, reading: Reading) -> None:
             reading.problems.append(f"{given.written[name]}: {needed} {made}.")
             continue
         length = ramp.steps_within(number // unit)
-        if not of_run and (counterpart := key.replace("_samples", "_iters")) in values:
-            per_step = _batch_ramp(reading)
-            steps = values.pop(counterpart)
-            values[key] = per_step.samples_after(steps) if per_step else steps
-            reading.writers[key] = reading.writers[counterpart]
+        in_steps = key.replace("_samples", "_iters")
+        if not of_run and in_steps in values and (batches := _batch_ramp(reading)) is not None:
+            values[key] = batches.samples_after(values.pop(in_steps))
+            reading.writers[key] = reading.writers[in_steps]
         if ramp.samples_after(length) * unit != number:
             size = ramp.size_at(number // unit) * unit
             whole = f"whole {'batches' if of_run else 'samples'} of {size} {name.split('_')[-1]}"

@@ -93,6 +93,21 @@ def test_flags_mean_the_same_on_a_command_line_and_in_a_file_if_each_has_the_nam
     assert (own.batch.loss_norm, own.step.nonfinite) == ("token", "zero")
 
 
+def test_values_that_megatron_does_not_read_are_those_of_our_keys() -> None:
+    config = load(None, ["--num-layers", "4", "--bf16", "true"])
+    assert (config.sharding.bf16, config.batch.loss_norm, config.step.nonfinite) == (True, "token", "zero")
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(3200, 100), (32000, 400)])
+def test_of_a_decay_in_steps_and_one_in_tokens_the_first_to_end_holds(tokens: int, samples: int) -> None:
+    line = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr-decay-iters 50"
+    )
+    keys = load(None, [*line.split(), "--lr-decay-tokens", str(tokens)]).optimizer
+    assert (keys.lr_decay_iters, keys.lr_decay_samples) == (None, samples)
+
+
 def test_a_flag_of_megatrons_spelling_beside_a_file_keeps_the_file_s_defaults(tmp_path: Path) -> None:
     config = load(write(tmp_path, "lr: 1e-3\n"), ["--num-layers", "4"])
     assert (config.model.num_layers, config.batch.loss_norm, config.step.nonfinite) == (4, "token", "zero")
