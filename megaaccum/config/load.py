@@ -89,11 +89,11 @@ def _set_aside_rivals(config: Config, source: Source) -> None:
         winners = sorted(group & source.values.keys())
         for loser in sorted(group - source.values.keys()) if winners else ():
             if loser in config.origin:
-                _reset(config, loser)
+                reset(config, loser)
                 config.notes.append(f"{loser} of the file is set aside: the command line gives {winners[0]}.")
 
 
-def _reset(config: Config, name: str) -> None:
+def reset(config: Config, name: str) -> None:
     """Put a key back to its default, as if it had not been written."""
     section = getattr(config, all_keys()[name].section)
     setattr(section, name, getattr(type(section)(), name))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megaaccum.distributed.agreement import numbers_of_all
 from megaaccum.platform import cpu
@@ -131,8 +132,6 @@ class Groups:
     def seated(self, chunk: int) -> Iterator[None]:
         """Context in which to build this chunk: Megatron's prediction layers ask parallel_state, not the collection,
         for their rank in the pipeline."""
-        from megatron.core import parallel_state
-
         if self.layout.placement != "v":
             yield
             return
@@ -163,9 +162,6 @@ def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
     tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost. Megatron's parallel_state
     then holds these; groups of another layout that it held stay usable in their `current`.
     """
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     megatron.hold_groups({})
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -179,8 +175,7 @@ def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
         # A product that is launched first would hold up an all-reduce in a queue of its own until its last block.
         high_priority_stream_groups=["tp"] if layout.tp > 1 and cpu.has_accelerator() else None,
     )
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    built = Groups(layout=layout, collection=collection, timeout_minutes=timeout_minutes)
+    built = Groups(layout=layout, collection=default_collection(), timeout_minutes=timeout_minutes)
     _built.append(built)
     return built
 
@@ -191,8 +186,6 @@ _built: list[Groups] = []
 
 def built_in_parallel_state() -> Groups | None:
     """The groups that Megatron's parallel_state holds, if `build` made them, else None."""
-    from megatron.core import parallel_state
-
     group = parallel_state.get_model_parallel_group(check_initialized=False)
     return next((each for each in _built if each.collection.mp is group), None)
 
@@ -237,7 +230,6 @@ def carries_by_nccl(group: dist.ProcessGroup) -> bool:
 def destroy() -> None:
     """Forget the groups of this process, so that others can be built (tests, a changed layout). Also Megatron's table
     of side losses, which holds these groups and a row for each layer of the first model."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     parallel_state.destroy_model_parallel()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core import parallel_state
 
 from megaaccum.config import Plan, slurm
 from megaaccum.distributed import groups
@@ -81,8 +82,6 @@ def build_groups(plan: Plan) -> Groups:
 def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
     """The groups that a user gave; None: those of `parallel_state`, built from the plan if it has none or has those of
     another plan. Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
-    from megatron.core import parallel_state
-
     if isinstance(given, Groups):
         return given
     ours = groups.built_in_parallel_state()

@@ -60,10 +60,7 @@ class Observer:
 
     def _add(self, traffic: Traffic) -> None:
         for lane, count in traffic.items():
-            known = self._traffic.setdefault(lane, Count())
-            known.calls += count.calls
-            known.num_bytes += count.num_bytes
-            known.seconds += count.seconds
+            self._traffic.setdefault(lane, Count()).add(count.calls, count.num_bytes, count.seconds)
 
     def phase(self, name: str) -> None:
         """End the phase that was entered last, and begin this one."""

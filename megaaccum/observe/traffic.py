@@ -25,6 +25,12 @@ class Count:
     num_bytes: float = 0.0
     seconds: float = 0.0
 
+    def add(self, calls: int, num_bytes: float, seconds: float) -> None:
+        """Count these too."""
+        self.calls += calls
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
 
 Traffic = dict[str, Count]
 """By lane, `collective/group/dtype`. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
@@ -88,9 +94,7 @@ class Meter:
             key = collective, group, dtype
             if (count := self._counts.get(key)) is None:
                 count = self._counts[key] = Count()
-            count.calls += calls
-            count.num_bytes += calls * num_bytes
-            count.seconds += seconds
+            count.add(calls, calls * num_bytes, seconds)
 
         with pytorch.watched_collectives(note):
             yield found
@@ -102,10 +106,7 @@ class Meter:
         found: Traffic = {}
         for key, count in counts.items():
             lane, share = self._lanes.get(key) or self._new_lane(*key)
-            total = found.setdefault(lane, Count())
-            total.calls += count.calls
-            total.num_bytes += share * count.num_bytes
-            total.seconds += count.seconds
+            found.setdefault(lane, Count()).add(count.calls, share * count.num_bytes, count.seconds)
         return dict(sorted(found.items()))
 
     def _new_lane(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:

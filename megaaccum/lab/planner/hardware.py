@@ -6,18 +6,15 @@ import os
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from math import inf
 from typing import Any
-
-import yaml
 
 from megaaccum.config.source import parse_yaml
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.comm import Links
 from megaaccum.lab.planner.compute import Device, Efficiency
 from megaaccum.lab.planner.memory import Usage
-from megaaccum.texts import read_text
+from megaaccum.texts import packaged_yaml, read_text
 from megaaccum.units import GIB
 
 
@@ -59,9 +56,7 @@ def load_hardware(
     Raises:
         ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
     """
-    entries = dict(_packaged())
-    if file is not None:
-        entries |= _read(str(file))
+    entries = _packaged() | ({} if file is None else _read(str(file)))
     wanted = name.lower().replace("-", "_")
     if wanted not in entries:
         near = get_close_matches(wanted, entries, n=3, cutoff=0.4)
@@ -82,7 +77,7 @@ _MAY_BE_ZERO = (*_DELAYS, "straggler", "runtime_gib", "fragmentation", "node_lat
 def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The entry `name`, whole, of a machine on which everything takes `factor` times as long: rates and bandwidths
     divided by it, latencies multiplied. source: why, for its `source`. Raises ConfigError as `load_hardware`."""
-    entries = dict(_packaged()) | ({} if file is None else _read(str(file)))
+    entries = _packaged() | ({} if file is None else _read(str(file)))
     entry = _merged(name.lower().replace("-", "_"), entries)
     efficiency = {key: float(value) for key, value in entry["efficiency"].items()}
     now = Efficiency(**efficiency)
@@ -115,8 +110,7 @@ def names() -> list[str]:
 
 @cache
 def _packaged() -> dict[str, dict[str, Any]]:
-    text = files("megaaccum.lab.planner").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    entries: dict[str, dict[str, Any]] = packaged_yaml("megaaccum.lab.planner", "hardware.yaml")
     return entries
 
 

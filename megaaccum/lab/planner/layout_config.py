@@ -12,6 +12,7 @@ import yaml
 
 from megaaccum.config import Plan, resolve
 from megaaccum.config.keys import SECTIONS, all_keys, names_where
+from megaaccum.config.load import reset
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.stages import layout_text, split_layers
@@ -64,9 +65,7 @@ def _stage_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
 def set_aside(config: Config, names: Iterable[str]) -> None:
     """Put keys back to their defaults, as if they had not been written."""
     for name in names:
-        section = getattr(config, all_keys()[name].section)
-        setattr(section, name, getattr(type(section)(), name))
-        config.origin.pop(name, None)
+        reset(config, name)
 
 
 def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
@@ -75,8 +74,7 @@ def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
     set_aside(config, names_where(lambda facts: facts.planned))
     keys = planned_keys(workload, at)
     if keys.get("recompute_granularity") != "selective":
-        config.model.recompute_modules = None
-        config.origin.pop("recompute_modules", None)
+        reset(config, "recompute_modules")
     put(config, keys)
     return config
 

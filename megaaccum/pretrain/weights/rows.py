@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import yaml
+from megaaccum.texts import packaged_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Row:
 @cache
 def families() -> dict[str, Any]:
     """The content of families.yaml."""
-    content: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
+    content: dict[str, Any] = packaged_yaml("megaaccum.pretrain.weights", "families.yaml")
     return content
 
 
