@@ -32,7 +32,7 @@ from megaaccum.executor.passes import (
 )
 from megaaccum.executor.wgrad import WeightGrads, put_aside
 from megaaccum.platform import cpu
-from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+from megaaccum.schedule.actions import Action, Item, Pair, Schedule, passes_of
 from megaaccum.upstream import pytorch
 
 
@@ -225,7 +225,7 @@ class Flush:
 
     def _pass_nothing(self, item: Item) -> None:
         """Take an action's input and send a tensor of its output's shape."""
-        for kind, chunk, microbatch in item if isinstance(item, Pair) else (item,):
+        for kind, chunk, microbatch in passes_of([item]):
             if kind == "W":
                 continue
             message, step = ("F", 1) if kind == "F" else ("B", -1)

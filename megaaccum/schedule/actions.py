@@ -14,7 +14,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -55,6 +55,21 @@ class Pair(NamedTuple):
 
 
 Item = Action | Pair
+
+
+def passes_of(items: Iterable[Item]) -> Iterator[Action]:
+    """The passes of `items`, fused pairs taken apart, forward first."""
+    for item in items:
+        if len(item) == 2:
+            yield from item
+        else:
+            yield item
+
+
+def changed(item: Item, change: Callable[[Action], Action]) -> Item:
+    """`item`, with each of its passes as `change` makes it."""
+    return Pair(*map(change, item)) if isinstance(item, Pair) else change(item)
+
 
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 _ACTION = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
@@ -138,11 +153,7 @@ class Schedule:
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The rank's passes, fused pairs taken apart, forward first."""
-        for item in self.items[rank]:
-            if len(item) == 2:
-                yield from item
-            else:
-                yield item
+        return passes_of(self.items[rank])
 
     def stage(self, rank: int, action: Action) -> int:
         return self.stages[rank][action.chunk]

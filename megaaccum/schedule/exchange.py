@@ -12,11 +12,11 @@ So a table says by its pairs what is hidden, the profile by its costs how much, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megaaccum.schedule.actions import Action, Schedule
+from megaaccum.schedule.actions import Action, Schedule, passes_of
 
 if TYPE_CHECKING:
     from megaaccum.schedule.simulate import Costs, Simulation
@@ -99,7 +99,7 @@ def exchanges(schedule: Schedule, simulation: Simulation, costs: Costs, rank: in
         return
     spans = iter(simulation.spans[rank])
     for item in schedule.items[rank]:
-        passes: Sequence[Action] = (item,) if isinstance(item, Action) else (item.forward, item.backward)
+        passes = [*passes_of([item])]
         (start, _), *_ = [next(spans) for _ in passes]
         of: list[tuple[Layer, ...]] = [(), ()]
         for each in passes:

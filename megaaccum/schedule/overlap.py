@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megaaccum.schedule.actions import Action, Item, Pair, Schedule
+from megaaccum.schedule.actions import Action, Item, Schedule, changed
 from megaaccum.schedule.simulate import Costs, simulate
 
 
@@ -55,9 +55,7 @@ def _repeated(schedule: Schedule, times: int) -> Schedule:
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
-        if isinstance(item, Pair):
-            return Pair(*(each._replace(microbatch=each.microbatch + by) for each in item))
-        return item._replace(microbatch=item.microbatch + by)
+        return changed(item, lambda action: action._replace(microbatch=action.microbatch + by))
 
     items = tuple(tuple(shifted(item, n * m) for n in range(times) for item in rank) for rank in schedule.items)
     return Schedule(name=schedule.name, pp=schedule.pp, num_microbatches=times * m, stages=schedule.stages, items=items)

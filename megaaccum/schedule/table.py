@@ -9,11 +9,10 @@ instead; with two or more chunks they say in a first line `# placement: loop` or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from megaaccum.errors import ScheduleError
-from megaaccum.schedule.actions import Action, Item, Pair, Placement, Schedule, make_schedule, parse
+from megaaccum.schedule.actions import Item, Pair, Placement, Schedule, changed, make_schedule, parse, passes_of
 from megaaccum.texts import read_text
 
 _NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
@@ -30,9 +29,8 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def _by_stage(item: Item, stages: tuple[int, ...]) -> str:
-    if isinstance(item, Pair):
-        return f"({_by_stage(item.forward, stages)};{_by_stage(item.backward, stages)})OVERLAP_F_B"
-    return str(item._replace(chunk=stages[item.chunk]))
+    written = changed(item, lambda action: action._replace(chunk=stages[action.chunk]))
+    return f"{written}OVERLAP_F_B" if isinstance(written, Pair) else str(written)
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -55,8 +53,8 @@ def parse_csv(path: str | Path, text: str) -> Schedule:
     rows = [_read_row(path, number, line) for number, line in enumerate(written)]
     if not rows or not all(rows):
         raise ScheduleError(f"schedule {path}: a row per rank is needed, with at least one action each")
-    numbers = [sorted({action.chunk for action in _flat(row)}) for row in rows]
-    num_microbatches = 1 + max(action.microbatch for row in rows for action in _flat(row))
+    numbers = [sorted({action.chunk for action in passes_of(row)}) for row in rows]
+    num_microbatches = 1 + max(action.microbatch for row in rows for action in passes_of(row))
     if len(rows) > 1 and all(held == numbers[0] for held in numbers):
         return _by_chunk(path, rows, len(numbers[0]), num_microbatches, header)
     _check_stages(path, numbers)
@@ -81,14 +79,6 @@ def _read_row(path: str | Path, rank: int, line: str) -> list[Item]:
         except ScheduleError as error:
             raise ScheduleError(f"schedule {path}, rank {rank}, cell {column}: {error}") from error
     return items
-
-
-def _flat(row: list[Item]) -> Iterable[Action]:
-    for item in row:
-        if isinstance(item, Pair):
-            yield from item
-        else:
-            yield item
 
 
 def _by_chunk(
@@ -120,6 +110,4 @@ def _check_stages(path: str | Path, numbers: list[list[int]]) -> None:
 
 
 def _by_chunk_number(item: Item, stages: list[int]) -> Item:
-    if isinstance(item, Pair):
-        return Pair(*(action._replace(chunk=stages.index(action.chunk)) for action in item))
-    return item._replace(chunk=stages.index(item.chunk))
+    return changed(item, lambda action: action._replace(chunk=stages.index(action.chunk)))
