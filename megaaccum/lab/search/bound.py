@@ -31,13 +31,13 @@ from megaaccum.schedule.simulate import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bounds of the makespan in seconds (or the unit of the costs). limit: of Memory's amounts, per rank."""
+    """Lower bounds of the makespan in seconds (or the unit of the costs). limit: of Memory's amounts on each rank."""
 
     stages: tuple[tuple[int, ...], ...]
     num_microbatches: int
     costs: Costs
     memory: Memory | None = None
-    limit: Sequence[float] | None = None
+    limit: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -133,7 +133,7 @@ class Bound:
     def _room(self, rank: int) -> float:
         """Bytes that the rank's limit leaves for activations."""
         assert self.memory is not None and self.limit is not None
-        room = self.limit[rank] - sum(self.memory.state[s] for s in self.stages[rank])
+        room = self.limit - sum(self.memory.state[s] for s in self.stages[rank])
         return room * (1 + TINY)
 
     def _drain(self, rank: int) -> tuple[float, float]:
@@ -210,19 +210,17 @@ def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, lim
     """The bound of all orders of a schedule's stages and micro-batches, with up to `limit` of `memory` on each rank.
     Costs of fused pairs are not known to it; an all-to-all counts as hidden."""
     assert costs.fused is None, "a fused pair is faster than its passes, by which the bound counts"
-    limits = None if limit is None else (limit,) * schedule.pp
     return Bound(
         stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs.computed(), memory=memory,
-        limit=limits,
+        limit=limit,
     )  # fmt: skip
 
 
 def bound_of(problem: Problem) -> Bound:
     """The bound of all orders of a search's problem."""
-    limits = None if problem.limit is None else (problem.limit,) * problem.pp
     return Bound(
         stages=problem.stages, num_microbatches=problem.m, costs=problem.costs.computed(), memory=problem.memory,
-        limit=limits,
+        limit=problem.limit,
     )  # fmt: skip
 
 
