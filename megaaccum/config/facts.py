@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -47,10 +46,5 @@ class Facts:
     @property
     def range(self) -> str:
         """'at least 0 and below 1'; empty without a bound."""
-        return " and ".join(self._bounds())
-
-    def _bounds(self) -> Iterator[str]:
-        bounds = (("at least", self.at_least), ("more than", self.above), ("at most", self.at_most))
-        for words, bound in (*bounds, ("below", self.below)):
-            if bound is not None:
-                yield f"{words} {bound:g}"
+        bounds = {"at least": self.at_least, "more than": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)

@@ -59,10 +59,10 @@ class DdpBackend(AccumulatingBackend):
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
         self._fp32_sums = Fp32Sums(self._compute_params(), chunks)
         for param in self._compute_params():
-            pytorch.on_gradient(param, self._hand_to_master)
+            pytorch.OnGradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
-                pytorch.on_gradient(param, self._on_gradient)
+                pytorch.OnGradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
             ranks = _group(ddp, groups)
             order = order_of(plan, ranks)

@@ -213,7 +213,7 @@ class DeepSpeedBackend(AccumulatingBackend):
                     self._hooks.pop().remove()
 
     def _listen(self) -> None:
-        self._hooks = [pytorch.on_gradient(param, self._on_gradient) for param in self.driver.params]
+        self._hooks = [pytorch.OnGradient(param, self._on_gradient) for param in self.driver.params]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._in_order.counts_uses:

@@ -71,9 +71,9 @@ class Fsdp2Backend(ShardingBackend):
             for held, param in fsdp2.whole_parameters(chunk) if self.sums.in_one_order else ():
                 param.grad_dtype = self._sum_dtype or param.dtype  # what arrives in it is not rounded on its way
                 if not self._streaming:
-                    pytorch.on_gradient(param, partial(self._on_gradient, held))
+                    pytorch.OnGradient(param, partial(self._on_gradient, held))
                 elif self._splits:
-                    pytorch.on_gradient(param, partial(self._keep_for_w, number, held))
+                    pytorch.OnGradient(param, partial(self._keep_for_w, number, held))
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         for chunk in chunks if at_owners else ():  # first: what is added later runs before it
             fsdp2.divert(chunk, self.at_owners)

@@ -81,7 +81,7 @@ class MegatronBackend(AccumulatingBackend):
             megatron.reduce_scatter(ReduceScatter(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
-                pytorch.on_gradient(param, self._on_gradient)
+                pytorch.OnGradient(param, self._on_gradient)
         self._bucket = {id(param): group for ddp in self._ddp for group, param in megatron.bucketed(ddp)}
         """The bucket group of each parameter."""
         self._missing: Counter[Any] = Counter()

@@ -180,15 +180,11 @@ def has_hooks(param: torch.nn.Parameter) -> bool:
     return num_hooks(param) > 0 or bool(param._post_accumulate_grad_hooks)
 
 
-def on_gradient(param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]) -> OnGradient:
-    """Call `call(param)` whenever autograd has added to `param.grad`. Returns the hook's handle."""
-    return OnGradient(param, call)
-
-
 class OnGradient:
-    """Hooks on a parameter's gradient. Autograd visits every input of a function whose backward it runs, and (torch
-    2.13) runs the hooks of the addition even if the function gave no gradient, as a layer does that computes its weight
-    gradient later. The hook on the gradient itself tells, which then is None."""
+    """Hooks that call `call(param)` whenever autograd has added to `param.grad`. Autograd visits every input of a
+    function whose backward it runs, and (torch 2.13) runs the hooks of the addition even if the function gave no
+    gradient, as a layer does that computes its weight gradient later. The hook on the gradient itself tells, which then
+    is None."""
 
     def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
         self._call, self._came = call, False

@@ -30,11 +30,6 @@ def check() -> list[str]:
     return missing("zero")
 
 
-def _deepspeed_backend() -> Any:
-    """The module deepspeed.comm.torch; as an attribute of deepspeed.comm that name is the torch library itself."""
-    return importlib.import_module("deepspeed.comm.torch")
-
-
 def without_shared_memory_operator() -> None:
     """Keep DeepSpeed from compiling its shared-memory sum at every start on a CPU.
 
@@ -42,7 +37,9 @@ def without_shared_memory_operator() -> None:
     start, 70 MB of /dev/shm per rank, and, when a start is killed while it compiles, a lock file on which every later
     start waits for ever.
     """
-    _deepspeed_backend().build_shm_op = lambda: None
+    # As an attribute of deepspeed.comm, `torch` is the library itself.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 EXPERTS = "megaaccum_experts"

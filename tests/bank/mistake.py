@@ -118,7 +118,7 @@ def added_by_microbatch() -> Iterator[dict[int, list[torch.Tensor]]]:
     def watching(original: Any, self: DdpBackend, *args: Any, **keys: Any) -> None:
         original(self, *args, **keys)
         for param in (param for ddp in self._ddp for param in ddp.parameters()):
-            pytorch.on_gradient(param, note)
+            pytorch.OnGradient(param, note)
 
     def begin(original: Any, self: DdpBackend) -> None:
         original(self)

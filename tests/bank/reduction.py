@@ -34,7 +34,7 @@ def changed_in_every_backward(
     def watching(original: Any, self: Any, *args: Any, **keys: Any) -> None:
         original(self, *args, **keys)
         for param in self.driver.params:
-            pytorch.on_gradient(param, after)
+            pytorch.OnGradient(param, after)
 
     with wrapped(DeepSpeedBackend, "__init__", watching):
         yield

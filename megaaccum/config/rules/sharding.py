@@ -219,28 +219,22 @@ def expert_groups(subject: Subject) -> Iterator[str]:
         )
 
 
-def _needs_zero3(subject: Subject, what: str, instead: str) -> Iterator[str]:
-    """Something that the DeepSpeed backend alone does, at ZeRO-3. instead: the other way out."""
-    backend, stage = subject.sharding.backend, subject.sharding.zero_stage
-    if backend != "deepspeed":
-        yield f"{what} needs backend deepspeed, but backend is {backend}: set it to deepspeed, {instead}."
-    elif stage != 3:
-        yield f"{what} needs zero_stage 3, but zero_stage is {stage}: set it to 3, {instead}."
-
-
 def cold_experts(subject: Subject) -> Iterator[str]:
     """Gradients of experts can be moved while they wait, whole, for the end of the flush: in the DeepSpeed backend at
     ZeRO-3."""
-    off = "or cold_expert_offload to false"
-    if not subject.sharding.cold_expert_offload:
+    sharding, key, off = subject.sharding, "cold_expert_offload", "or cold_expert_offload to false"
+    if not sharding.cold_expert_offload:
         return
     if subject.model.num_experts is None:
-        yield f"cold_expert_offload needs experts, but num_experts is not given: set num_experts, {off}."
-    yield from _needs_zero3(subject, "cold_expert_offload", off)
-    if subject.sharding.sync == "streaming":
+        yield f"{key} needs experts, but num_experts is not given: set num_experts, {off}."
+    if sharding.backend != "deepspeed":
+        yield f"{key} needs backend deepspeed, but backend is {sharding.backend}: set it to deepspeed, {off}."
+    elif sharding.zero_stage != 3:
+        yield f"{key} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {off}."
+    if sharding.sync == "streaming":
         yield (
-            "cold_expert_offload moves gradients that wait for the end of the flush, but with sync streaming none does:"
-            f" set sync to resident, {off}."
+            f"{key} moves gradients that wait for the end of the flush, but with sync streaming none does: set sync to"
+            f" resident, {off}."
         )
 
 

@@ -178,16 +178,16 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *,
     """Kernels that decide what these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
     element = BYTES[sharding.params_dtype or "fp32"]
     modules = frozenset(model.recompute_modules or ["core_attn"])
-    kernels = Kernels(
+    return Kernels(
         element=int(element),
         local=made_of.local,
         on_gpu=made_of.on_gpu,
         flash=made_of.fused_attention,
         matmul_element=1.0 if in_fp8 else None,
         recompute_modules=modules,
+        # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
+        logit_bytes=2 * element + 4.0,
     )
-    # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
-    return replace(kernels, logit_bytes=2 * element + 4.0)
 
 
 def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
