@@ -141,7 +141,7 @@ def stock_prediction(name: str, plan) -> float | None:
         return None
     m, share = plan.batch.num_microbatches, (RANKS - 1) / RANKS
     whole = sync_mode.Forecast(plan, VOCABULARY).elements(0).total
-    root = stage_parameters(plan.config.model, Stage(0, 0, True, True, True), VOCABULARY, tp=1).total
+    root = stage_parameters(plan.config.model, Stage(0, 0, True, True, True), VOCABULARY, plan.layout).total
     per = 3 * whole - root if name == STOCK[1] else 2 * whole
     return float(share * 4 * per * m)
 

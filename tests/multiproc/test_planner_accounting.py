@@ -68,7 +68,7 @@ def test_predicted_memory_is_what_a_real_step_keeps(cases: list[Case]) -> None:
 def compare(plan: Plan, real: Counted, name: str) -> None:
     at, stages = from_rows([row_of(plan.layout, plan.batch, plan.config)]), stages_of(plan.config)
     chunks = chunks_of_rank(stages, real.pp_rank, pp=plan.layout.pp, schedule=plan.layout.schedule)
-    params = rank_parameters(plan.config.model, chunks, VOCAB, tp=plan.layout.tp).total
+    params = rank_parameters(plan.config.model, chunks, VOCAB, plan.layout).total
     element = 2 if plan.config.sharding.bf16 else 4
     assert real.parameters == params * element, name
     assert real.gradients == params * 4, name

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.plan import Plan
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.footprint import BYTES
+from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, stages_of
 from megaaccum.lab.planner.weights import Elements
 from megaaccum.optim.owners import COSTS, Matrix, assign, at_owners, balance
@@ -23,14 +24,14 @@ Fused = tuple[Shape, ...]
 """The matrices of a parameter."""
 
 
-def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], *, tp: Any, ep: Any = 1, etp: Any = 1) -> Elements:
+def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], at: RankLayout | Layouts) -> Elements:
     """Elements of matrices of one rank with these chunks, as `rank_parameters` has all parameters."""
     total = Elements(0, 0)
     for stage in chunks:
         for moe, count in ((False, stage.dense), (True, stage.moe), *_predicted(model, stage)):
             cut, whole, expert = (sum(r * c for each in kind for r, c in each) for kind in _layer(model, moe))
-            total = total + Elements(cut // tp + whole, expert // (ep * etp)) * count
-        total = total + Elements(2 * model.hidden_size**2 // tp, 0) * stage.prediction
+            total = total + Elements(cut // at.tp + whole, expert // (at.ep * at.etp)) * count
+        total = total + Elements(2 * model.hidden_size**2 // at.tp, 0) * stage.prediction
     return total
 
 

@@ -216,7 +216,7 @@ class MemoryModel:
 
     def _parameters(self, at: Layouts, chunks: list[Stage]) -> Elements:
         holds = with_head_apart(chunks) if self.head_copy else chunks
-        return rank_parameters(self.model, holds, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        return rank_parameters(self.model, holds, self.vocab_size, at)
 
     def _shard(self, at: Layouts, params: Elements) -> Any:
         """Elements of a rank's part of `params`: experts are sharded over fewer ranks than the rest."""
@@ -244,7 +244,7 @@ class MemoryModel:
             totals["optimizer"] += here * (per.optimizer * whole + per.optimizer_shard * shard)
         if not self.second_moment:
             return totals
-        matrices = rank_matrices(self.model, chunks, tp=at.tp, ep=at.ep, etp=at.etp)
+        matrices = rank_matrices(self.model, chunks, at)
         of_owners = self.at_owners or self.soap
         totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if of_owners else 1)
         if self.soap:
@@ -283,13 +283,13 @@ class MemoryModel:
     def _of_layers(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Parameters of a rank's layers, without embedding and head, which FP8 leaves alone."""
         layers = [replace(chunk, embedding=False, head=False, final_norm=False) for chunk in chunks]
-        return rank_parameters(self.model, layers, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp).total
+        return rank_parameters(self.model, layers, self.vocab_size, at).total
 
     def units(self, at: Layouts, chunks: list[Stage]) -> Units:
         """Parameters that are whole at a time under streaming."""
 
         def size(piece: Stage) -> Any:
-            one = rank_parameters(self.model, [piece], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+            one = rank_parameters(self.model, [piece], self.vocab_size, at)
             return one.total + np.zeros(len(at))
 
         return units_of(chunks, size, live=self.live_elements, joined=self.joined_units)

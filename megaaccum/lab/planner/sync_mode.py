@@ -95,7 +95,7 @@ class Forecast:
     def _straight_to_owners(self, mode: ShardingMode, pp_rank: int) -> Moved:
         """By how much less the reductions move if matrices go to their owners: one sum over all ranks."""
         at, sharding, m = self.plan.layout, self.plan.config.sharding, self.plan.batch.num_microbatches
-        held = rank_matrices(self.plan.config.model, self.chunks(pp_rank), tp=at.tp, ep=at.ep, etp=at.etp)
+        held = rank_matrices(self.plan.config.model, self.chunks(pp_rank), at)
         reductions = m if mode.sync == "streaming" else 1
         more = 0.0
         for elements, ranks in ((int(held.plain), at.dp * at.cp), (int(held.expert), at.edp)):
@@ -110,7 +110,7 @@ class Forecast:
         if config.sharding.reproducible == "layout":
             chunks = with_head_apart(chunks)
         vocab = padded_vocab_size(config, self.vocab)
-        return rank_parameters(config.model, chunks, vocab, tp=at.tp, ep=at.ep, etp=at.etp)
+        return rank_parameters(config.model, chunks, vocab, at)
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""

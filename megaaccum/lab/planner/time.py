@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -171,7 +170,7 @@ class TimeModel:
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
         passes = {kind: one * self.software.pace for kind, one in self.passes(at).items()}
-        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
+        kinds = list(rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values())
         slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
         mean = self._mean_pass(passes, at, pp)
         m, e = at.num_microbatches, self.hardware.device.efficiency
@@ -179,14 +178,14 @@ class TimeModel:
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
         work = pipeline.Work(mean.forward, mean.input_grad, mean.weight_grad, hop)
         fill = pipeline.fill_seconds(name, work, pp=pp, vpp=vpp, m=m, barrier=self.software.barrier)
-        gather, reduce = self._sharding_seconds(at, pp, vpp, name, slowest)
+        gather, reduce = self._sharding_seconds(at, kinds, slowest)
         parts = {
             "compute": m * slowest.whole,
             "bubble": fill,
             "p2p": p2p,
             "gather": gather,
             "reduce": reduce,
-            "optimizer": self._optimizer_seconds(at, pp, vpp, name),
+            "optimizer": self._optimizer_seconds(at, kinds),
             "overhead": e.step + m * e.microbatch * self.software.host,
         }
         exposed = m * slowest.exposed + p2p + gather + reduce
@@ -303,7 +302,7 @@ class TimeModel:
         if not streams.any():
             return one
         unit = Stage(0, 1) if moe else Stage(1, 0)
-        here = rank_parameters(self.model, [unit], self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp)
+        here = rank_parameters(self.model, [unit], self.vocab_size, at)
         links, soft = self.hardware.links, self.software
         group, experts = self._dp_group(at), self._edp_group(at)
         gather = comm.gather(here.plain * soft.param_bytes, group, links)
@@ -331,11 +330,11 @@ class TimeModel:
         size = size * np.where((at.sequence_parallel > 0) | self.software.scattered_messages, 1 / at.tp, 1.0)
         return comm.message(size, at.world_size > links.gpus_per_node, links)
 
-    def _sharding_seconds(self, at: Layouts, pp: int, vpp: int, name: str, slowest: Pass) -> tuple[Any, Any]:
+    def _sharding_seconds(self, at: Layouts, kinds: list[list[Stage]], slowest: Pass) -> tuple[Any, Any]:
         """Exposed seconds of (the parameters' gather, the gradients' reduction) of the most loaded rank, once per
         step. Under `streaming` both are in the layers."""
         soft, links = self.software, self.hardware.links
-        params, experts = self._most_parameters(at, pp, vpp, name)
+        params, experts = self._most_parameters(at, kinds)
         once = at.sync != SYNC_MODES.index("streaming")
         groups = ((params, self._dp_group(at)), (experts, self._edp_group(at)))
         collective = comm.gather if soft.sharded else comm.all_reduce
@@ -358,9 +357,8 @@ class TimeModel:
         sums = np.array([np.mean(sums_of_runs(each, ranks)) for each, ranks in runs])
         return sums if self.software.sharded else (sums + 1) / 2  # the gathers of what is summed are as always
 
-    def _optimizer_seconds(self, at: Layouts, pp: int, vpp: int, name: str) -> Any:
-        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
-        params, experts = self._most_parameters(at, pp, vpp, name)
+    def _optimizer_seconds(self, at: Layouts, kinds: list[list[Stage]]) -> Any:
+        params, experts = self._most_parameters(at, kinds)
         sharded = at.zero_stage > 0
         mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
         if self.software.offloaded:
@@ -370,7 +368,7 @@ class TimeModel:
         moving = mine * OPTIMIZER_BYTES / (device.hbm_bandwidth * device.efficiency.memory)
         return moving + self._busiest_owner(at, kinds) / device.rate("16 bit")
 
-    def _busiest_owner(self, at: Layouts, kinds: Iterable[list[Stage]]) -> Any:
+    def _busiest_owner(self, at: Layouts, kinds: list[list[Stage]]) -> Any:
         """FLOPs of updates of matrices on the busiest owner of any stage: an even share, or the costliest parameter."""
         found: Any = 0.0
         if self.matrix_flops is None:
@@ -383,12 +381,9 @@ class TimeModel:
             found = np.maximum(found, np.maximum(share, max(costs.values(), default=0)))
         return found
 
-    def _most_parameters(self, at: Layouts, pp: int, vpp: int, name: str) -> tuple[Any, Any]:
+    def _most_parameters(self, at: Layouts, kinds: list[list[Stage]]) -> tuple[Any, Any]:
         """Parameters (plain, expert) of the rank that holds the most."""
-        kinds = rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values()
-        ranks = [
-            rank_parameters(self.model, chunks, self.vocab_size, tp=at.tp, ep=at.ep, etp=at.etp) for chunks in kinds
-        ]
+        ranks = [rank_parameters(self.model, chunks, self.vocab_size, at) for chunks in kinds]
         most, column = np.argmax([rank.total for rank in ranks], axis=0), np.arange(len(at))
         plain = np.array([rank.plain + np.zeros(len(at)) for rank in ranks])[most, column]
         return plain, np.array([rank.expert + np.zeros(len(at)) for rank in ranks])[most, column]

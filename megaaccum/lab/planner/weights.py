@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.schema import ModelConfig
+from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.model.sizes import padded_rows
 from megaaccum.pretrain.metrics import param_count
@@ -42,33 +44,29 @@ class _Parts:
     whole: int
     expert: int
 
-    def on_rank(self, tp: Any, ep: Any, etp: Any) -> Elements:
-        return Elements(self.cut // tp + self.whole, self.expert // (ep * etp))
+    def on_rank(self, at: RankLayout | Layouts) -> Elements:
+        return Elements(self.cut // at.tp + self.whole, self.expert // (at.ep * at.etp))
 
 
-def rank_parameters(
-    model: ModelConfig, chunks: Iterable[Stage], vocab_size: int, *, tp: Any, ep: Any = 1, etp: Any = 1
-) -> Elements:
-    """Parameters of one rank with these chunks. tp, ep, etp: numbers or columns."""
-    zero = np.zeros_like(np.asarray(tp)) if np.ndim(tp) else 0
+def rank_parameters(model: ModelConfig, chunks: Iterable[Stage], vocab_size: int, at: RankLayout | Layouts) -> Elements:
+    """Parameters of one rank with these chunks, of one layout or of many."""
+    zero = np.zeros_like(at.tp) if np.ndim(at.tp) else 0
     total = Elements(zero, zero)
     for chunk in chunks:
-        total = total + stage_parameters(model, chunk, vocab_size, tp=tp, ep=ep, etp=etp)
+        total = total + stage_parameters(model, chunk, vocab_size, at)
     return total
 
 
-def stage_parameters(
-    model: ModelConfig, stage: Stage, vocab_size: int, *, tp: Any, ep: Any = 1, etp: Any = 1
-) -> Elements:
+def stage_parameters(model: ModelConfig, stage: Stage, vocab_size: int, at: RankLayout | Layouts) -> Elements:
     """Parameters that one rank holds of one stage.
 
     A stage that predicts further tokens holds a copy of the word table, and a last stage whose output matrix is tied to
     the table holds one more, unless it is the first stage too.
     """
-    table = padded_rows(model, vocab_size, tp) // tp * model.hidden_size
-    total = _layer(model, False).on_rank(tp, ep, etp) * stage.dense
-    total = total + _layer(model, True).on_rank(tp, ep, etp) * stage.moe
-    total = total + _prediction(model).on_rank(tp, ep, etp) * stage.prediction
+    table = padded_rows(model, vocab_size, at.tp) // at.tp * model.hidden_size
+    total = _layer(model, False).on_rank(at) * stage.dense
+    total = total + _layer(model, True).on_rank(at) * stage.moe
+    total = total + _prediction(model).on_rank(at) * stage.prediction
     if stage.embedding or stage.prediction:
         total = total + Elements(table + _positions(model), 0)
     if stage.head:

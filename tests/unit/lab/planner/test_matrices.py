@@ -31,14 +31,15 @@ def plan(flags: str, world_size: int = 1):
 
 @pytest.mark.parametrize("flags", ["", GQA, f"{GQA} {MOE}", f"{MLA} --position_embedding_type rope"])
 def test_they_are_all_weights_but_norms_and_routers(flags):
-    config = plan(flags).config
+    made = plan(flags)
+    config = made.config
     chunks = chunks_of_rank(stages_of(config), 0, pp=1, schedule="none")
     found = list(matrices.stage_matrices(config.model, chunks))
     moe = config.model.num_experts is not None
     router = 64 * (config.model.num_experts or 0)
     wanted = 4 * (layer_parameters(config.model, moe=moe) - 2 * 64 - router)
     assert sum(matrix.numel for matrix in found) == wanted
-    assert matrices.rank_matrices(config.model, chunks, tp=1).total == wanted
+    assert matrices.rank_matrices(config.model, chunks, made.layout).total == wanted
     assert len(set(found)) == len(found)
 
 
@@ -48,7 +49,7 @@ def test_one_momentum_in_place_of_two_moments():
     for mode in footprint.every(with_muon):
         held = [Forecast(each, 61).predict(mode).memory["optimizer"] for each in (adam, with_muon)]
         chunks = chunks_of_rank(stages_of(with_muon.config), 0, pp=1, schedule="none")
-        numel = matrices.rank_matrices(with_muon.config.model, chunks, tp=1).total
+        numel = matrices.rank_matrices(with_muon.config.model, chunks, with_muon.layout).total
         if mode.backend == "ddp":
             assert held[0] - held[1] == pytest.approx(4 * numel)
         else:  # the rank that keeps the most momenta

@@ -85,9 +85,7 @@ def compare(settled: Plan, vocab_size: int) -> None:
     layout, stages = settled.layout, stages_of(settled.config)
     for rank in range(layout.pp):
         chunks = chunks_of_rank(stages, rank, pp=layout.pp, schedule=layout.schedule)
-        here = rank_parameters(
-            settled.config.model, chunks, vocab_size, tp=layout.tp, ep=layout.ep, etp=layout.etp
-        )  # fmt: skip
+        here = rank_parameters(settled.config.model, chunks, vocab_size, layout)
         experts, others = megatron_parameters(settled, rank, vocab_size)
         assert (here.plain, here.expert) == (others, experts), f"pipeline rank {rank}"
 
@@ -186,7 +184,7 @@ def test_ranks_together_hold_the_model_once() -> None:
     settled = plan(4, pipeline_model_parallel_size=4, untie_embeddings_and_output_weights=True)
     stages = stages_of(settled.config)
     ranks = [chunks_of_rank(stages, r, pp=4, schedule="1f1b") for r in range(4)]
-    total = sum(rank_parameters(settled.config.model, r, VOCAB_SIZE, tp=1).total for r in ranks)
+    total = sum(rank_parameters(settled.config.model, r, VOCAB_SIZE, settled.layout).total for r in ranks)
     assert total == count_parameters(settled.config, VOCAB_SIZE).total
 
 
