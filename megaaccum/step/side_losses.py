@@ -42,7 +42,7 @@ class SideLosses:
             megatron.weigh_predictions_over_cp()
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
         self._expected, self._count = 0.0, 0  # of the step's micro-batches on this rank whose weight is not known
-        self._scalars: dict[tuple[float, torch.device], torch.Tensor] = {}
+        self._scalars: dict[float, torch.Tensor] = {}
         self._batch: Microbatches | None = None
 
     @property
@@ -69,8 +69,8 @@ class SideLosses:
             self._expected += sum(map(batch.expected_weight, real))
             self._count += len(real)
         first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
-        balance = self._scalar(self.balance_scale(batch, first), cpu.device())
-        prediction = self._scalar(self.prediction_scale(batch, first), cpu.device())
+        balance = self._scalar(self.balance_scale(batch, first))
+        prediction = self._scalar(self.prediction_scale(batch, first))
         for config in self._configs:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
@@ -91,9 +91,9 @@ class SideLosses:
             return
         index = microbatch - self._batch.first
         if self._balances:
-            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index), cpu.device()))
+            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index)))
         if self._predicts:
-            MTPLossAutoScaler.set_loss_scale(self._scalar(self.prediction_scale(self._batch, index), cpu.device()))
+            MTPLossAutoScaler.set_loss_scale(self._scalar(self.prediction_scale(self._batch, index)))
 
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
@@ -107,9 +107,9 @@ class SideLosses:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
-    def _scalar(self, value: float, device: torch.device) -> torch.Tensor:
+    def _scalar(self, value: float) -> torch.Tensor:
         """On the device, made once per step: Megatron copies a plain number over in every forward, which waits. In
         float64, since Megatron rounds to the precision of the loss."""
-        if (value, device) not in self._scalars:
-            self._scalars[value, device] = torch.full((), value, dtype=torch.float64, device=device)
-        return self._scalars[value, device]
+        if value not in self._scalars:
+            self._scalars[value] = torch.full((), value, dtype=torch.float64, device=cpu.device())
+        return self._scalars[value]

@@ -471,7 +471,6 @@ class TrainStep:
         self,
         microbatches: Sequence[Any],
         *,
-        step: int | None = None,
         batch: BatchPlan | None = None,
         sample_index: Callable[[int], int] | None = None,
     ) -> Attempt:
@@ -482,8 +481,7 @@ class TrainStep:
         self._trial_batch = batch
         try:
             found = self._whole(microbatches)
-            number = self.transaction.step + 1 if step is None else step
-            opened = self.open(number, world_sums.divisor_of(self, [found], alone=True))
+            opened = self.open(self.transaction.step + 1, world_sums.divisor_of(self, [found], alone=True))
             opened.calls.append(found)
             self.observer.phase("forward_backward")
             with self.seeds.numbered(sample_index):
