@@ -115,15 +115,21 @@ def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def command_parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command whose unknown flags are keys of the configuration: it takes no abbreviations."""
+def command_parser(command: str, description: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command. One with a `usage` of its own has keys of the configuration among its flags, and takes
+    no abbreviations."""
     return argparse.ArgumentParser(
         prog=f"megaaccum {command}",
         usage=usage,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        allow_abbrev=usage is None,
     )
+
+
+def names_in(value: str) -> list[str]:
+    """The names that commas separate in `value`."""
+    return [name for name in value.split(",") if name]
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     usage = "megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])"
-    parser = command_parser("calibrate", usage, __doc__ or "")
+    parser = command_parser("calibrate", __doc__ or "", usage)
     parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
     parser.add_argument("--like", default="h100", help="entry that says what is not measured (default h100)")
     parser.add_argument("--output", metavar="F", help="file to write (default hardware.yaml, or layers.json)")

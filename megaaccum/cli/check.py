@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "check",
+        _DESCRIPTION,
         "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
         "       megaaccum check --record [...] -- bash train.sh ARGUMENTS",
-        _DESCRIPTION,
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--hostfile", metavar="F", help="count the ranks of this DeepSpeed hostfile (host slots=N)")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
+from megaaccum.cli.arguments import command_parser
 from megaaccum.pretrain.weights import config_json
 
 _DESCRIPTION = """\
@@ -24,9 +24,7 @@ _LENGTH = 4096
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum config` with these arguments; returns the exit code. Raises ConfigError for a model that has no
     configuration here."""
-    parser = argparse.ArgumentParser(
-        prog="megaaccum config", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("config", _DESCRIPTION)
     parser.add_argument("--from-hf", type=Path, required=True, metavar="DIR", help="a folder with a config.json")
     print(as_yaml(parser.parse_args(list(argv)).from_hf), end="")
     return 0

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaaccum.cli.arguments import command_parser
 from megaaccum.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -63,9 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     from megaaccum.pretrain.weights.rows import families
 
-    parser = argparse.ArgumentParser(
-        prog="megaaccum export", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("export", _DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", type=Path, metavar="DIR", help="the folder of the model to write: new, or empty")

@@ -46,7 +46,7 @@ def _launch(argv: Sequence[str], wanted: Generation) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = command_parser("generate", _USAGE, _DESCRIPTION)
+    parser = command_parser("generate", _DESCRIPTION, _USAGE)
     parser.add_argument("source", type=Path, metavar="RUN|DIR", help="output_dir of a run, or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given again")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, by the chat template")

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "megaaccum plan CONFIG [--hostfile F | --gpus N] [--gpu NAME] [options] [--key value ...]"
-    parser = command_parser("plan", usage, _DESCRIPTION)
+    parser = command_parser("plan", _DESCRIPTION, usage)
     add_search_flags(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: the file's world_size)")

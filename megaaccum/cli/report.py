@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaaccum.cli.arguments import command_parser
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import replace_text
 
@@ -39,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megaaccum report", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("report", _DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument("other", type=Path, nargs="?", metavar="RUN2", help="another, to compare it with")
     parser.add_argument("--output", type=Path, metavar="F", help="the page (default: RUN/report.html)")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megaaccum.cli.arguments import read_source, smallest_world
+from megaaccum.cli.arguments import command_parser, names_in, read_source, smallest_world
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
@@ -294,16 +294,14 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megaaccum schedule", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("schedule", _DESCRIPTION)
     add = parser.add_argument
     add("--pp", type=int, required=True, help="pipeline ranks")
     add("--microbatches", "-m", type=int, required=True, help="micro-batches of a flush")
     add(
         "--schedule", required=True, metavar="NAME", help=f"auto (the fastest that fits), {', '.join(names())}, or .csv"
     )
-    add("--compare", type=_words, default=[], metavar="NAMES", help="other schedules, separated by commas")
+    add("--compare", type=names_in, default=[], metavar="NAMES", help="other schedules, separated by commas")
     add("--cost", type=_cost, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="forward, input and weight gradient")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")
     add("--no-barrier", dest="barrier", action="store_false", help="also the time per step with speculative_step")
@@ -334,10 +332,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.png:
         check_format(args.png)
     return args
-
-
-def _words(value: str) -> list[str]:
-    return [word for word in value.split(",") if word]
 
 
 def _positive(value: str) -> float:

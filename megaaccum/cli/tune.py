@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from megaaccum.cli.arguments import Source, add_search_flags, command_parser, read_source, smallest_world
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, names_in, read_source, smallest_world
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, report
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     usage = "megaaccum tune CONFIG [--gpus N | --hostfile F] [options] [--key value ...]"
-    parser = command_parser("tune", usage, _DESCRIPTION)
+    parser = command_parser("tune", _DESCRIPTION, usage)
     add_search_flags(parser)
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
     add("--gpu", metavar="NAME", help=f"{', '.join(names())} (default: the GPU that is found)")
     add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
-    add("--knob", type=_words, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
+    add("--knob", type=names_in, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
     add("--rounds", type=int, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
     add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
@@ -103,10 +103,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     if args.top < 1 or args.time_limit <= 0 or args.band <= 1:
         parser.error("--top is at least 1, --time-limit above 0, and --band above 1")
     return args, source
-
-
-def _words(value: str) -> list[str]:
-    return [word for word in value.split(",") if word]
 
 
 def _world_size(args: argparse.Namespace, config: Config) -> int:

@@ -9,19 +9,17 @@ Exit codes: 0 all agree, 1 something differs, which is named.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaaccum.cli.arguments import command_parser
 from megaaccum.distributed import preload
 
 
 def main(argv: Sequence[str]) -> int:
     """Verify a folder of weights, and return the exit code. Raises MegaaccumError."""
-    parser = argparse.ArgumentParser(
-        prog="megaaccum verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("verify", __doc__ or "")
     parser.add_argument("--weights", type=Path, required=True, metavar="DIR", help="the folder of a model")
     parser.add_argument("--run", type=Path, metavar="RUN", help="output_dir of the run that it was exported from")
     parser.add_argument(
