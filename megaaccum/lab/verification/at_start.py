@@ -267,9 +267,5 @@ def _factor(plan: Plan, r: float, first: Sketch, planned: BatchPlan, other: Batc
     ratio = other.microbatches_per_flush / planned.microbatches_per_flush
     if ratio != 1 and min(abs(r / ratio - 1), abs(r * ratio - 1)) <= close:
         return f"x {r:.6g} of that of the other split, whose flushes have {ratio:g} times the micro-batches"
-    at = plan.layout
-    sizes = Sizes(
-        dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=planned.grad_accum_steps,
-        pp_microbatches=planned.pp_microbatches, loss_scale=first.loss_scale,
-    )  # fmt: skip
+    sizes = Sizes.of(plan.layout, planned, first.loss_scale)
     return f"{name_of_factor(r, sizes, close)} of that of the other split"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import gathered
+from megaaccum.lab.verification.relations import factor_of
 from megaaccum.model.names import over_stages
 
 if TYPE_CHECKING:
@@ -172,11 +173,12 @@ def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> st
         assert true is not None
         distance = float((crossing.values - true).norm()) / max(float(true.norm()), 1e-300)
         if not distance <= close:
+            r, left = factor_of(crossing.values, true)
             kind = "gradient" if crossing.is_gradient else "activation"
             return (
                 f"in the {'backward' if crossing.is_gradient else 'forward'}: the {kind} of micro-batch"
                 f" {crossing.microbatch} that stage {crossing.stage} {crossing.way}, at the border after"
-                f" {crossing.after}, is {_factor(crossing.values, true, close) or f'off by {distance:.1e}'}"
+                f" {crossing.after}, is {f'x {r:.6g}' if r and left <= close else f'off by {distance:.1e}'}"
             )
     return "activations and gradients at the borders of stages are right: inside a stage, or after the backward"
 
@@ -195,10 +197,3 @@ def _true(reference: Reference, crossing: Crossing) -> torch.Tensor | None:
         return None
     true = tensors[crossing.is_gradient].chunk(crossing.parts)[crossing.part]
     return true if true.shape == crossing.values.shape else None
-
-
-def _factor(got: torch.Tensor, true: torch.Tensor, close: float) -> str:
-    square = float(true.square().sum())
-    r = float((got * true).sum()) / square if square else 0.0
-    left = float((got - r * true).norm())
-    return f"x {r:.6g}" if r and left <= close * float(got.norm()) else ""

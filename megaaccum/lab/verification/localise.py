@@ -24,18 +24,8 @@ _PHASES = {
     GRADIENT: "in the backward or the reduction", "param": "in the update", MODEL: "in the gather of new weights",
 }  # fmt: skip
 _KINDS = (
-    "initial weight",
-    "skipped",
-    "weight",
-    "loss",
-    GRADIENT,
-    "norm",
-    "ranks",
-    "loss_scale",
-    "lr",
-    "router",
-    "random",
-)
+    "initial weight", "skipped", "weight", "loss", GRADIENT, "norm", "ranks", "loss_scale", "lr", "router", "random",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -135,11 +125,7 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
     found.stages = sorted({rank.place["pp"] for rank in ranks for name in wrong if _holds(rank, name)})
     if not wrong:
         return
-    at = plan.layout
-    sizes = relations.Sizes(
-        dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=plan.batch.grad_accum_steps,
-        pp_microbatches=plan.batch.pp_microbatches, loss_scale=ranks[0].steps[0].loss_scale,
-    )  # fmt: skip
+    sizes = relations.Sizes.of(plan.layout, plan.batch, ranks[0].steps[0].loss_scale)
     factors = {name: relations.factor_of(each, right[name]) for name, each in wrong.items()}
     if all(left <= close for _, left in factors.values()):
         found.relation = _of_factors({name: r for name, (r, _) in factors.items()}, sizes, close, ranks, reference)
@@ -149,7 +135,7 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
         for part in reference.parts
     ]
     shares, left = relations.shares_of(wrong, parts)
-    found.relation = relations.name_of_shares(shares, reference, at.dp, close) if left <= close else ""
+    found.relation = relations.name_of_shares(shares, reference, plan.layout.dp, close) if left <= close else ""
     if not found.relation:
         found.relation = _copies(ranks, wrong, close) or "no sum of the micro-batches' gradients"
 

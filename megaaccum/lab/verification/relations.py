@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from megaaccum.lab.verification.compare import cut
-from megaaccum.lab.verification.records import Observed, Piece, Reference
+from megaaccum.lab.verification.records import GRADIENT, Observed, Piece, Reference
+
+if TYPE_CHECKING:
+    from megaaccum.config.batch import BatchPlan
+    from megaaccum.config.layout import RankLayout
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""
@@ -28,6 +33,14 @@ class Sizes:
     pp_microbatches: int
     loss_scale: float = 1.0
 
+    @classmethod
+    def of(cls, at: RankLayout, batch: BatchPlan, loss_scale: float) -> Sizes:
+        """The sizes of a layout and of a batch that is cut so."""
+        return cls(
+            dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=batch.grad_accum_steps,
+            pp_microbatches=batch.pp_microbatches, loss_scale=loss_scale,
+        )  # fmt: skip
+
     def named(self) -> dict[str, float]:
         """By name, those that are not 1."""
         micro = self.ga * self.pp_microbatches
@@ -39,12 +52,12 @@ class Sizes:
         return {name: float(size) for name, size in every.items() if size != 1}
 
 
-def gather(ranks: list[Observed], true: dict[str, torch.Tensor], kind: str = "gradient") -> dict[str, torch.Tensor]:
-    """The first step's tensors by name, the tp ranks' parts in a row. If ranks differ, the value farthest from the
+def gather(ranks: list[Observed], true: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first step's gradients by name, the tp ranks' parts in a row. If ranks differ, the value farthest from the
     reference counts. A parameter that lacks elements is left out."""
     pieces: dict[str, dict[int, list[Piece]]] = {}
     for rank in ranks:
-        for piece in rank.steps[0].tensors.get(kind, []):
+        for piece in rank.steps[0].tensors.get(GRADIENT, []):
             pieces.setdefault(piece.name, {}).setdefault(piece.tp_rank, []).append(piece)
     found = {}
     for name, by_tp in pieces.items():
@@ -69,7 +82,7 @@ def laid_out(ranks: list[Observed], whole: dict[str, torch.Tensor]) -> dict[str,
     """Whole parameters in the order of elements that `gather` has."""
     like: dict[str, dict[int, Piece]] = {}
     for rank in ranks:
-        for piece in rank.steps[0].tensors.get("gradient", []):
+        for piece in rank.steps[0].tensors.get(GRADIENT, []):
             like.setdefault(piece.name, {})[piece.tp_rank] = piece
     return {
         name: torch.cat([cut(whole[name], by_tp[tp]) for tp in sorted(by_tp)])
@@ -92,7 +105,6 @@ def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
         return ""
     if abs(r) <= close:
         return "is zero"
-    text = f"x {r:.6g}"
     up = [name for name, size in sizes.named().items() if abs(r / size - 1) <= close]
     down = [name for name, size in sizes.named().items() if abs(r * size - 1) <= close]
     if up:
@@ -103,7 +115,7 @@ def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
         return "x 2 (counted twice)"
     if abs(r + 1) <= close:
         return "x -1 (another sign)"
-    return text
+    return f"x {r:.6g}"
 
 
 def shares_of(got: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]) -> tuple[list[float], float]:
