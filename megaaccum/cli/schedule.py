@@ -22,12 +22,12 @@ from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, layout_of_cut, read_profile
 from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_order
+from megaaccum.pretrain.metrics.schedule_plots import check_format, figure, save, text
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.pass_numbers import Problem
 from megaaccum.schedule.registry import BUILT_IN, build, names
-from megaaccum.schedule.render import check_format, figure, save, text
 from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate

@@ -10,7 +10,6 @@ for every candidate.
 | `simulate`, `memory`, `overlap` | its seconds, what it holds, the next flush's begin |
 | `exchange` | the all-to-all of experts, a lane beside a rank's compute |
 | `pass_numbers` | orders as numbers, for the search |
-| `render` | its picture |
 """
 
 from megaaccum.schedule.actions import Action, Pair, Schedule, make_schedule, parse

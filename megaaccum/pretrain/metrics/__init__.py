@@ -5,6 +5,7 @@
 | `run_log` | `RunLog`, which the training loop talks to: what is recorded, and where |
 | `journal` | log.jsonl |
 | `progress`, `summary`, `plots`, `services` | the terminal, a picture, TensorBoard, W&B, CSV |
+| `schedule_plots` | pictures of a schedule |
 | `receipts` | a file for each start: as planned, as measured |
 | `ranks`, `expected` | stragglers, and ranks that leave the plan |
 | `speed`, `flops`, `param_count` | tokens, FLOPs, parameters |

@@ -11,8 +11,8 @@ from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.metrics.schedule_plots import figure, save, text
 from megaaccum.schedule import Costs, build, read_csv, simulate
-from megaaccum.schedule.render import figure, save, text
 
 
 def run(capsys, command: str) -> str:

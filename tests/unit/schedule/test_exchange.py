@@ -11,10 +11,10 @@ from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.bound import bound
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
+from megaaccum.pretrain.metrics.schedule_plots import figure, text
 from megaaccum.schedule import Action, Pair, build, make_schedule, parse, simulate, validate
 from megaaccum.schedule.exchange import Layer, exchanges, together
 from megaaccum.schedule.pass_numbers import Problem
-from megaaccum.schedule.render import figure, text
 
 EXPERTS = LayerCost(forward=4.0, input_grad=4.0, weight_grad=2.0, exchange=0.5, experts=2 / 3)
 PROFILE = Profile(

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from megaaccum.errors import MegaaccumError
 from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
-from megaaccum.pretrain.metrics import plots
+from megaaccum.pretrain.metrics import plots, schedule_plots
 from megaaccum.pretrain.metrics.goodput import CAUSES
 from megaaccum.pretrain.metrics.journal import Record
 from megaaccum.pretrain.metrics.report.run import Run
-from megaaccum.schedule import Costs, build, render, simulate
+from megaaccum.schedule import Costs, build, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,6 +186,6 @@ def timeline(run: Run, name: str) -> tuple[str, str]:
         return "", f"The schedule {at['schedule']} cannot be drawn: {error}"
     simulation = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1))
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        drawn = inline(render.figure(schedule, simulation))
+        drawn = inline(schedule_plots.figure(schedule, simulation))
     few = f", drawn for {shown} of the {count} micro-batches of a flush" if shown < count else ""
     return drawn, f"{at['schedule']} with equal stages and F = I = W{few}."
