@@ -107,8 +107,8 @@ def ours(flags: list[str], microbatches: int) -> tuple[float, int, int]:
 def stepper_of(plan, groups, chunks):
     """megaaccum's train_step over the backend of `plan`."""
     from megaaccum import sharding
-    from megaaccum.model.gpt_forward import GptForwardStep
     from megaaccum.optim import adamw
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
     from megaaccum.step.train_step import TrainStep
 
     bound = sharding.build(plan, groups, chunks, adamw.build(plan, chunks))
@@ -236,7 +236,7 @@ def plan_of(flags: list[str], microbatches: int):
 
 def build(flags: list[str], microbatches: int):
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt as model
+    from megaaccum.pretrain.model import gpt as model
 
     plan = plan_of(flags, microbatches)
     groups.destroy()

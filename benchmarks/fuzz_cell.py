@@ -219,9 +219,10 @@ class _Run:
     def __init__(self, cell: Cell, layout: Flags):
         from megaaccum import sharding
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt, names
-        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.model import names
         from megaaccum.optim import adamw
+        from megaaccum.pretrain.model import gpt
+        from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.speculation import SpeculativeTrainStep
         from megaaccum.step.train_step import TrainStep
 
@@ -368,7 +369,8 @@ class _Loop:
         from megaaccum.distributed import groups
         from megaaccum.lab.verification.reference import PlainLoop
         from megaaccum.lab.verification.subject import adamw, gpt_loss
-        from megaaccum.model import gpt, names
+        from megaaccum.model import names
+        from megaaccum.pretrain.model import gpt
 
         self.cell, self.plan = cell, reference_plan(cell, lane)
         groups.destroy()

@@ -64,7 +64,7 @@ def _layer(hidden: int, tokens: int, params_dtype: str = "fp32"):
     """A decoder of one layer, with its final norm."""
     from megaaccum import config
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     flags = (
         f"--num_layers 1 --hidden_size {hidden} --num_attention_heads {hidden // 64} --seq_length {tokens} "

@@ -224,10 +224,10 @@ def train(flags: str, steps: int, own: bool = False, middle: str | None = None) 
     from megaaccum.config.plan import resolve
     from megaaccum.distributed import groups as process_groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.data.dataset import build_datasets
     from megaaccum.pretrain.interop.load import load
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import evaluation
     from megaaccum.pretrain.training.evaluation import loader_of
 

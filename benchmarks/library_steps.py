@@ -23,8 +23,9 @@ from megaaccum.lab.verification import subject as subjects
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.observe import piece_of, place_in
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
-from megaaccum.model import gpt, names
+from megaaccum.model import names
 from megaaccum.platform import cpu
+from megaaccum.pretrain.model import gpt
 from megaaccum.upstream import megatron
 
 

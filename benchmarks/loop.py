@@ -249,7 +249,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
     from megaaccum.engine import initialize
     from megaaccum.lab import advisor
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
     from megaaccum.pretrain.training.open_log import open_log
 
@@ -329,8 +329,8 @@ class _Parts:
 
     def __init__(self, plan):
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
         from megaaccum.pretrain.data.dataset import build_datasets
+        from megaaccum.pretrain.model import gpt
 
         if _Parts._groups is None:
             _Parts._groups = groups.build(plan.layout, timeout_minutes=5)

@@ -79,7 +79,7 @@ def _stand_in_for_a_gpu() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.training import arguments, initialize
 
-    from megaaccum.model.local_norm import Norm
+    from megaaccum.pretrain.model.local_norm import Norm
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None
@@ -112,8 +112,8 @@ def _model(args: Any, pre_process: bool, post_process: bool, pg_collection: Any,
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megaaccum.model import gpt
     from megaaccum.model.attention import FusedAttention
+    from megaaccum.pretrain.model import gpt
 
     if args.context_parallel_size > 1:  # Megatron's own attention takes a whole sequence
         backends.DotProductAttention = FusedAttention  # type: ignore[misc]

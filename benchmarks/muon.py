@@ -52,8 +52,8 @@ def engine_steps(hidden: int, rest: str, steps: int) -> tuple[float, float]:
     """On a rank: (median seconds of a step, bytes that it received for Muon in the last)."""
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 
     plan = plan_of(hidden, rest, RANKS)
     groups.destroy()
@@ -78,7 +78,8 @@ def bare_steps(hidden: int, steps: int) -> float:
     from megaaccum.distributed import groups
     from megaaccum.lab.verification.subject import gpt_loss
     from megaaccum.lab.verification.whole_matrices import is_matrix
-    from megaaccum.model import gpt, names
+    from megaaccum.model import names
+    from megaaccum.pretrain.model import gpt
 
     plan = plan_of(hidden, "", 1)
     groups.destroy()

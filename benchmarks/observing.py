@@ -123,8 +123,8 @@ def _loop(plan):
     """One step of `megaaccum train`'s loop, called with whether its observers watch."""
     from megaaccum.engine import initialize
     from megaaccum.lab import advisor
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.metrics.ranks import Ranks
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
     from megaaccum.pretrain.training.open_log import open_log
 

@@ -125,7 +125,7 @@ def begins_slowly(argv: list[str]) -> int:
 
 
 def is_not_finite(argv: list[str]) -> int:
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     loss = GptForwardStep.loss
 
@@ -140,7 +140,7 @@ def is_not_finite(argv: list[str]) -> int:
 def _train(argv: list[str], at_first: Any) -> int:
     """at_first: called in the first forward of a rank."""
     from megaaccum.cli import train
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     forward, calls = GptForwardStep.__call__, []
 

@@ -136,7 +136,7 @@ def imported(folder: str, run: str) -> dict[str, Any]:
     from megaaccum.checkpoint.pieces import held_pieces
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
     from megaaccum.pretrain.weights import weights_in
     from tests.support import huggingface as hf
 

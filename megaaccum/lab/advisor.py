@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.lab.planner import auto_schedule, expected, footprint, sync_mode
 from megaaccum.lab.verification import at_start
-from megaaccum.model.machine import layer_kind
+from megaaccum.pretrain.model.machine import layer_kind
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

@@ -1,12 +1,11 @@
-"""The model of a run: Megatron's GPT, the names of its parameters, their number, and its floating-point operations.
+"""The models that a step is given: the names and sizes of their parameters, their state beside those, and what does not
+fit.
 
 | module | holds |
 | --- | --- |
-| `gpt`, `layer_specs`, `layers`, `machine` | Megatron's GPT on every layout; kinds of layers, which of them run here |
-| `gpt_forward`, `packed_rows`, `cross_entropy` | its forward step function |
 | `names`, `sizes` | names and sizes over the whole model |
-| `attention`, `local_norm` | parts of the local layers |
-| `fp8`, `router_state`, `recompute_gradients` | FP8 scales, routers' state, gradients of recomputed layers |
+| `attention`, `packed_rows` | attention of the local layers, and inside documents |
+| `fp8`, `router_state` | FP8 scales, routers' state |
 | `torch_chunk`, `hf_stages` | models that are not Megatron's |
 | `unfit` | what no accumulated step trains, or a backend does not take |
 """

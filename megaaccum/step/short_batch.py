@@ -13,8 +13,11 @@ from megaaccum.errors import RankDisagreement, StepError
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.config.batch import BatchPlan
-    from megaaccum.model.gpt_forward import Microbatch
 
+Microbatch = dict[str, torch.Tensor]
+"""A micro-batch of `megaaccum train`: tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of
+the same shape; if known num_tokens, the unmasked ones, and document_starts, bool of that shape in host memory, which
+keeps attention inside documents. A tensor that no stage of this rank reads may be None."""
 
 _ZEROED = ("tokens", "labels", "loss_mask")
 """Names by which a micro-batch of ours is known. They are zero in a dummy, as is its count of tokens."""

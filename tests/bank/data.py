@@ -9,8 +9,9 @@ import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megaaccum.config import Plan
-from megaaccum.model import gpt, names
-from megaaccum.model.gpt_forward import GptForwardStep
+from megaaccum.model import names
+from megaaccum.pretrain.model import gpt
+from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step.train_step import TrainStep
 from tests.bank.mistake import FIRST, mistake, replaced, wrapped
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megaaccum.config import Plan
-from megaaccum.model.gpt_forward import GptForwardStep
+from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step import train_step, world_sums
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.step.loss import Divisor

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import random
 from megaaccum.config import Plan
 from megaaccum.executor.executor import Flush
 from megaaccum.executor.wgrad import WeightGrads
-from megaaccum.model import gpt
+from megaaccum.pretrain.model import gpt
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.train_step import TrainStep

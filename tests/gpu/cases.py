@@ -282,8 +282,8 @@ def _bare(rig: Rig) -> Any:
     """The same model, built again, under a hand-written loop."""
     from benchmarks.bare import BareLoop
     from megaaccum.config.deepspeed_config import deepspeed_config
-    from megaaccum.model import gpt
     from megaaccum.optim import adamw
+    from megaaccum.pretrain.model import gpt
 
     chunks = gpt.build_chunks(rig.plan, rig.groups, vocab_size=61)
     tokens = rig.plan.batch.global_batch_size * rig.plan.batch.seq_length
@@ -366,7 +366,7 @@ def memory(*, size: str, sync: str, dry: bool) -> Found:
     """The planner's prediction is within 15 % of the allocated memory on a GPU."""
     from megaaccum.lab.planner import footprint
     from megaaccum.lab.planner.sync_mode import Forecast
-    from megaaccum.model import machine
+    from megaaccum.pretrain.model import machine
 
     rig, batch = _large(f"--sync {sync}", size, dry=dry)
     for _ in range(2):
@@ -392,7 +392,7 @@ def auto_at_the_edge(*, dry: bool) -> Found:
     """A limit just above what a step is predicted to need is accepted, and kept on a GPU; one just below is refused.
     (One rank shares its parameters with no other, so that streaming needs as much as resident.)"""
     from megaaccum.lab.planner import sync_mode
-    from megaaccum.model import machine
+    from megaaccum.pretrain.model import machine
 
     flags, _ = _model("1.2B", dry=dry)
     plan = Case(1, "--pp_microbatches 8", flags, "bf16").plan()

@@ -274,7 +274,7 @@ def blackwell_only() -> dict:
     import torch
 
     from megaaccum.errors import ConfigError
-    from megaaccum.model import machine
+    from megaaccum.pretrain.model import machine
 
     plan = _case("--fp8_format hybrid --fp8_recipe mxfp8 --seq_length 32 --ffn_hidden_size 256").plan()
     capability = torch.cuda.get_device_capability()

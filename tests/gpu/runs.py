@@ -165,7 +165,7 @@ class _Megatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from megaaccum.model import gpt
+        from megaaccum.pretrain.model import gpt
 
         more = f"--backend megatron{fusion}"
         plan = replace(rig.case, layout=f"--pp_microbatches {rig.plan.batch.num_microbatches} {more}").plan()

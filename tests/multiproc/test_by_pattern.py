@@ -25,8 +25,8 @@ def updated(cases: list[Case]) -> list[dict]:
 
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 
     found = []
     for case in cases:

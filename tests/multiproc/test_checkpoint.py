@@ -173,7 +173,7 @@ def frozen_move(folder: str) -> list[tuple[str, float, float]]:
     """(backend, loss, loss after a resume) of a half-frozen model whose frozen weights are not those of the seed, saved
     at dp 2 and resumed at pp 2 by the next backend of the list."""
     from megaaccum.checkpoint import save_load
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     no_gradient.changed(no_gradient.frozen)
     found = []

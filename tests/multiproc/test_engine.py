@@ -105,7 +105,7 @@ def frames_of(flags: str, folder: str) -> dict[str, list[str]]:
     """Names of the functions from the training loop's `train` to the one that calls the pipeline schedule, and to the
     one that calls the user's forward_step_func, on this rank in a run of one step."""
     from megaaccum.cli.train import main
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
     from megaaccum.step.train_step import TrainStep
 
     found: dict[str, list[str]] = {}

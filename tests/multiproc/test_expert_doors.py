@@ -87,7 +87,7 @@ def refused(case: Case, spoil: Callable, **layout) -> str:
     from megaaccum import Plan, initialize
     from megaaccum.distributed import groups
     from megaaccum.errors import MegaaccumError
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
     from tests.support.parity import VOCAB
 
     plan = case.plan()

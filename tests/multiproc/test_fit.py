@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from megaaccum import config
 from megaaccum.lab.planner import footprint, sync_mode
-from megaaccum.model.layers import choose
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import journal, receipts
+from megaaccum.pretrain.model.layers import choose
 from megaaccum.units import GIB
 from tests.support import whole_runs
 from tests.support.whole_runs import VOCAB, flags, make_data, train

@@ -24,8 +24,8 @@ def gradients(case: Case) -> dict[str, tuple[float, float]]:
     from megaaccum.distributed import groups
     from megaaccum.executor.wgrad import install
     from megaaccum.lab.planner import layer_costs
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     plan = layer_costs.of_one_layer_each(case.plan().config)
     built = groups.build(plan.layout, timeout_minutes=1)

@@ -180,7 +180,7 @@ def norm_of_shards() -> Iterator[None]:
 
 def one_weight_for_two_uses() -> Iterator[None]:
     """The gradients of embedding and head are added in each micro-batch, where one stage has both."""
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     with patch.object(gpt, "copy_for_head", lambda chunk: None):
         yield
@@ -188,7 +188,7 @@ def one_weight_for_two_uses() -> Iterator[None]:
 
 def hidden_states_in_three_terms() -> Iterator[None]:
     """A prediction layer's norm adds two terms to the gradient of its input, one after the other."""
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     with patch.object(gpt, "sum_before_prediction", lambda chunk: None):
         yield
@@ -215,7 +215,7 @@ def rounded_on_arrival() -> Iterator[None]:
 def embedding_read_twice() -> Iterator[None]:
     """The gradients of a stage's embedding from its first layer and from prediction layers are added in each
     micro-batch, where one stage has both."""
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     with patch.object(gpt, "copy_for_prediction", lambda chunk: None):
         yield

@@ -28,7 +28,7 @@ class ByHand:
     def __init__(self, case: Case, *, ours: bool):
         from megaaccum.distributed import groups
         from megaaccum.loop import wrap
-        from megaaccum.model import gpt
+        from megaaccum.pretrain.model import gpt
 
         plan = case.plan()
         groups.destroy()

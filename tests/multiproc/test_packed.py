@@ -48,7 +48,7 @@ def forward_step(data_iterator, chunk):
 def packed_step(case: Case) -> Gradient:
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     plan = case.plan()
     groups.destroy()
@@ -64,7 +64,7 @@ def packed_step(case: Case) -> Gradient:
 
 def in_megatrons_layers(case: Case) -> Gradient:
     """The chunks of a user who builds Megatron's own local layers."""
-    from megaaccum.model import layer_specs
+    from megaaccum.pretrain.model import layer_specs
 
     with patch.object(layer_specs, "LocalAttention", layer_specs.DotProductAttention):
         return packed_step(case)

@@ -18,7 +18,7 @@ from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.lab.planner.workload import kernels_of
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model.layers import choose
+from megaaccum.pretrain.model.layers import choose
 from tests.support.accounting import Counted, count
 from tests.support.parity import VOCAB, Case
 

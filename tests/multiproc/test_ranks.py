@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaaccum.lab.planner import expected
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model.layers import choose
+from megaaccum.pretrain.model.layers import choose
 from tests.support.parity import VOCAB, Case, Rig
 
 FLAT = "--num_layers 2 --pp_microbatches 4 --rank_report_interval 3 "

@@ -106,7 +106,7 @@ def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
     import torch
 
     from megaaccum.distributed import rng
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     rig = Rig.of(case)
     seeded, drawn, last = [], [], [rng.snapshot()]

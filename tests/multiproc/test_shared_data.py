@@ -47,9 +47,9 @@ def opened(groups, dataset, *, mine: bool = False):
 
     from megaaccum.config.batch import BatchPlan
     from megaaccum.config.schema import BatchConfig
-    from megaaccum.model.gpt_forward import read_by
     from megaaccum.pretrain.data.loader import MicrobatchLoader
     from megaaccum.pretrain.data.shared import SharedLoader
+    from megaaccum.pretrain.model.gpt_forward import read_by
 
     at = groups.layout
     last = at.pp * at.vpp - 1

@@ -38,7 +38,7 @@ POISONS = (Poison(3, float("nan")), CLIPPED)
 
 def poisoned(groups: Any, loss_norm: str):
     """A forward step that spoils the micro-batches that say so."""
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     class Poisoned(GptForwardStep):
         def __call__(self, data_iterator, chunk, **more):
@@ -68,8 +68,8 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
     returns what differs in the arguments of train_step."""
     from megaaccum.distributed import groups, rng
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS
     from megaaccum.step import speculation
     from megaaccum.step.speculation import SpeculativeTrainStep
 

@@ -15,7 +15,7 @@ import pytest
 
 from megaaccum.lab.planner import expected, footprint, sync_mode
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model.layers import choose
+from megaaccum.pretrain.model.layers import choose
 from tests.support.parity import SEQ, VOCAB, Case, Rig
 
 SMALL = "--num_layers 4 "

@@ -138,7 +138,7 @@ PAIRS = "--vocab_size 4000 --split 100,0,0 --max_bad_steps_in_a_row 2 "
 
 def train_with_poison(flags: str, folder: Path) -> None:
     """`train`, where some tokens are poison."""
-    from megaaccum.model.gpt_forward import GptForwardStep
+    from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
     real = GptForwardStep.__call__
 

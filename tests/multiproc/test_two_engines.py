@@ -21,7 +21,7 @@ V = Case(4, "--pipeline_model_parallel_size 4 --pp_microbatches 8 --schedule zbv
 def rig_of(case: Case) -> Rig:
     """An engine beside those that there are, over chunks of its own groups."""
     from megaaccum import build_groups, initialize
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
     from tests.support.engines import forward_step
 
     plan = case.plan()

@@ -15,8 +15,8 @@ from tests.multiproc.test_transaction import SMALL
 def hangs(folder: Path, *, rank: int, microbatch: int) -> None:
     """`megaaccum train` in which `rank` falls asleep in its forward of a micro-batch of step 2."""
     from megaaccum.cli.train import main
-    from megaaccum.model.gpt import GPTModel
     from megaaccum.pretrain.launch import watchdog
+    from megaaccum.pretrain.model.gpt import GPTModel
 
     forward, calls = GPTModel.forward, []
 

@@ -49,7 +49,7 @@ def engine_of(case: Case, **more):
     """An engine over chunks that the test built, with the keys of the case."""
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     plan = case.plan()
     groups.destroy()

@@ -178,8 +178,8 @@ def engine_of(plan: Plan) -> Engine:
     """An engine of the plan's model, with weights of its own."""
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 
     groups.destroy()
     built = groups.build(plan.layout, timeout_minutes=1)

@@ -58,7 +58,7 @@ class LoopRig(Rig):
 
         from megaaccum.distributed import groups
         from megaaccum.loop import get_forward_backward_func, wrap
-        from megaaccum.model import gpt
+        from megaaccum.pretrain.model import gpt
 
         plan = loop.case.plan()
         groups.destroy()

@@ -91,7 +91,7 @@ def same_weights(chunks):
     """Weights by a parameter's name in the model, whatever stage it is on."""
     from megatron.core import parallel_state
 
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     groups: Any = SimpleNamespace(
         tp=parallel_state.get_tensor_model_parallel_group(),
@@ -127,8 +127,8 @@ def _pretrained(run: Run) -> list[str]:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megaaccum.model.local_norm import Norm
     from megaaccum.platform import cpu
+    from megaaccum.pretrain.model.local_norm import Norm
 
     training.destroy_global_state()
     parallel_state.destroy_model_parallel()

@@ -37,7 +37,8 @@ class Trained:
 @contextmanager
 def frozen(pattern: str) -> Iterator[None]:
     """Context in which models are built with the parameters frozen whose names have `pattern`."""
-    from megaaccum.model import gpt, names
+    from megaaccum.model import names
+    from megaaccum.pretrain.model import gpt
 
     build = gpt.build_chunks
 
@@ -137,8 +138,8 @@ def engine_of(case: Case, model: str = "", override: str = ""):
     """An engine of this layout, for checkpoints. model: flags in place of the case's."""
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
-    from megaaccum.model import gpt
-    from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+    from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from tests.support.parity import VOCAB
 
     plan = replace(case, model=f"{model or case.model} {override}").plan()

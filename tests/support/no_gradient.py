@@ -157,7 +157,7 @@ def named(chunks):
 
 def changed(change: Change) -> None:
     """Have the models of this process changed as they are built."""
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     build = gpt.build_chunks
 

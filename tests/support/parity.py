@@ -166,9 +166,9 @@ class Rig:
         """Collective."""
         from megaaccum import sharding
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
-        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.optim import adamw
+        from megaaccum.pretrain.model import gpt
+        from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.train_step import TrainStep
 
         plan = case.plan()
@@ -307,7 +307,7 @@ def one_process(model_flags: str, dtype: str):
     """The whole model in `dtype` on one rank, and its plan. 16-bit parameters add their gradients up in FP32."""
     from megaaccum import config
     from megaaccum.distributed import groups
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     flags = merged(MODEL, f"--num_chunks 1 {lane_flags(dtype, model_flags)}", model_flags)
     plan = config.resolve(load(None, flags), world_size=1)

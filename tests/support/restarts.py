@@ -63,8 +63,8 @@ class Run(Rig):
         """Collective. change: what is done to the chunks when they are built."""
         from megaaccum import initialize
         from megaaccum.distributed import groups
-        from megaaccum.model import gpt
-        from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.pretrain.model import gpt
+        from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 
         plan = case.plan()
         groups.destroy()

@@ -165,7 +165,7 @@ def dies_before_the_ranks_meet(argv: list[str]) -> int:
 def builds_no_model(argv: list[str]) -> int:
     """Memory would be allocated where it is not to be."""
     from megaaccum.cli import train
-    from megaaccum.model import gpt
+    from megaaccum.pretrain.model import gpt
 
     gpt.build_chunks = lambda *args, **kwargs: os._exit(99)
     return train.main(argv)
@@ -259,10 +259,10 @@ stage, a checkpoint, a micro-batch's forward in an evaluation."""
 def reads_slowly(argv: list[str]) -> int:
     """Time passes in reading, computing, saving and starting, and nowhere else: each rank has a clock of its own."""
     from megaaccum.cli import train
-    from megaaccum.model import gpt_forward
     from megaaccum.observe import phases
     from megaaccum.pretrain.data import loader
     from megaaccum.pretrain.metrics import receipts, run_log
+    from megaaccum.pretrain.model import gpt_forward
     from megaaccum.pretrain.training import saver
 
     started = float(os.environ.get("TEST_LAUNCHED", LAUNCH))

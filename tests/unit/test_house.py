@@ -17,6 +17,7 @@ from megaaccum.schedule.registry import BUILT_IN, entry
 ROOT = Path(megaaccum.__file__).parent
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
 ABOVE_THE_CORE = ("pretrain", "lab", "cli", "train.py", "__main__.py")
+BACKENDS = ("ddp", "deepspeed", "fsdp2", "megatron", "streaming")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -50,6 +51,31 @@ def test_the_core_and_the_package_stay_small() -> None:
     assert sum(lines.values()) <= 35_568
 
 
+def imported(tree: ast.Module) -> set[str]:
+    """Modules that a file imports, for types too; of `from a import b` both `a` and `a.b`."""
+    found = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
+
+
+def test_the_core_holds_what_a_step_reaches() -> None:
+    """What only `megaaccum train`, a report or a planner uses is in the storeys above."""
+    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in TREES}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    core = {name for name, path in modules.items() if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE}
+    reached = {"megaaccum", "megaaccum.loop", *megaaccum._OF_AN_ENGINE.values(), *megaaccum._PLAIN.values()}
+    reached |= {f"megaaccum.sharding.{backend}" for backend in BACKENDS}
+    waiting = reached & core
+    while waiting:
+        name = waiting.pop()
+        found = {*imported(TREES[modules[name]]), name.rpartition(".")[0]} & core - reached
+        reached |= found
+        waiting |= found
+    assert core - reached == set()
+
+
 def test_functions_have_at_most_eight_parameters() -> None:
     functions = [
         (path.name, node)
@@ -78,7 +104,7 @@ def test_the_step_is_one_method_of_at_most_sixty_lines() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "deepspeed", "fsdp2", "megatron", "streaming"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_is_one_file_of_at_most_400_lines(backend: str) -> None:
     assert len((ROOT / "sharding" / f"{backend}.py").read_text(encoding="utf-8").splitlines()) <= 400
 

@@ -17,7 +17,7 @@ from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.pipeline import is_simulated
 from megaaccum.lab.planner.stages import stages_of
 from megaaccum.lab.planner.time import TimeModel, rank_pass
-from megaaccum.model.layers import Layers
+from megaaccum.pretrain.model.layers import Layers
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.registry import build
 from megaaccum.schedule.simulate import Costs, simulate

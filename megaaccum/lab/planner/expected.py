@@ -12,9 +12,9 @@ from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
 from megaaccum.lab.planner.sync_mode import Forecast
 from megaaccum.lab.planner.time import TimeModel
 from megaaccum.lab.planner.workload import Workload
-from megaaccum.model.layers import Layers
 from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.metrics.expected import Expected
+from megaaccum.pretrain.model.layers import Layers
 
 OF_THE_DEVICE = ("runtime", "margin")
 """Kinds of planner/memory.py that are no tensors."""

@@ -29,10 +29,10 @@ from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 from megaaccum.lab.planner.footprint import chosen, state_bytes
 from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
-from megaaccum.model import gpt
-from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.model import gpt
+from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step.loss import ForwardStepFunc
 from megaaccum.units import amount
 

@@ -17,7 +17,7 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
-from megaaccum.model.layers import on_a_gpu
+from megaaccum.pretrain.model.layers import on_a_gpu
 from megaaccum.schedule.registry import is_v_shaped
 
 

@@ -14,7 +14,7 @@ from megaaccum.lab.planner import expected, sync_mode
 from megaaccum.lab.planner.candidates import LARGEST_MICRO_BATCH, divisors
 from megaaccum.lab.planner.hardware import names
 from megaaccum.lab.planner.layouts import SCHEDULES
-from megaaccum.model.layers import Layers
+from megaaccum.pretrain.model.layers import Layers
 from megaaccum.units import amount
 
 PRICED_ON = names()[0]

@@ -21,9 +21,9 @@ from megaaccum.lab.planner.memory import Memory, MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
 from megaaccum.lab.planner.workload import at_owners_in, memory_model
-from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.pretrain.model.layers import Layers, on_a_gpu
 from megaaccum.units import GIB, amount
 
 

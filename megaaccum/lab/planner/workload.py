@@ -19,10 +19,10 @@ from megaaccum.lab.planner.layouts import SYNC_MODES
 from megaaccum.lab.planner.memory import MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
-from megaaccum.model.layers import Layers, on_a_gpu
 from megaaccum.model.sizes import padded_rows
 from megaaccum.optim.owners import COSTS, Cost, Matrix, at_owners
 from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.pretrain.model.layers import Layers, on_a_gpu
 from megaaccum.units import GIB
 
 FP8_WEIGHTS = 2.0

@@ -11,10 +11,11 @@ from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.case import Case, UserModel
-from megaaccum.model import gpt, names
-from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
+from megaaccum.model import names
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems
+from megaaccum.pretrain.model import gpt
+from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.upstream import emerging
 
 DTYPES = names.DTYPES

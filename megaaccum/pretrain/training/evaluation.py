@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.model.gpt_forward import read_by
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.data.sources import read_run_tokenizer
+from megaaccum.pretrain.model.gpt_forward import read_by
 from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
 from megaaccum.pretrain.training.text_comparisons import compare_texts
 

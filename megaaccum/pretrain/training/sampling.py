@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megaaccum.model.gpt_forward import GptForwardStep
 from megaaccum.platform import cpu
+from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
-from megaaccum.model.gpt_forward import GptForwardStep, Microbatch
 from megaaccum.platform import cpu
+from megaaccum.pretrain.model.gpt_forward import GptForwardStep
+from megaaccum.step.short_batch import Microbatch
 
 if TYPE_CHECKING:
     from megaaccum.engine import Engine

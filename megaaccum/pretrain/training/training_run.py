@@ -15,8 +15,6 @@ from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
-from megaaccum.model import gpt
-from megaaccum.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.observe.memory import bytes_by_kind, smallest_device
 from megaaccum.observe.phases import between_steps, by_phase
 from megaaccum.observe.traffic import bytes_by_collective
@@ -24,6 +22,8 @@ from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.model import gpt
+from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
 from megaaccum.pretrain.training.open_log import open_log

@@ -15,7 +15,7 @@ from megaaccum.distributed import groups
 from megaaccum.distributed.start import start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt
+from megaaccum.pretrain.model import gpt
 
 _FIXED = dict(
     attention_dropout=0.0, hidden_dropout=0.0, backend="ddp", micro_batch_size=1, global_batch_size=1, lr=1.0,

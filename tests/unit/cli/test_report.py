@@ -11,9 +11,9 @@ import pytest
 
 from megaaccum import cli
 from megaaccum.lab.planner import expected
-from megaaccum.model.layers import choose
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.metrics.run_log import RunLog
+from megaaccum.pretrain.model.layers import choose
 from tests.support.configs import plan
 from tests.unit.pretrain.metrics.test_run_log import Clock
 

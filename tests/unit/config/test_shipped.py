@@ -111,7 +111,7 @@ def test_a_real_configuration_at_half_its_data_parallel_size_is_still_accepted(n
 
 @pytest.mark.parametrize("name", REAL)
 def test_megatron_core_accepts_the_model(name):
-    from megaaccum.model.gpt import transformer_config
+    from megaaccum.pretrain.model.gpt import transformer_config
 
     built = transformer_config(plan(CONFIGS / f"{name}.yaml"))
     assert built.num_layers == plan(CONFIGS / f"{name}.yaml").config.model.num_layers

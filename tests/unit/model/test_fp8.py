@@ -44,7 +44,7 @@ def test_a_gpu_that_can_is_taken(recipe, capability):
 
 
 def test_the_cpu_lane_refuses_before_a_model_is_built():
-    from megaaccum.model import machine
+    from megaaccum.pretrain.model import machine
 
     with pytest.raises(ConfigError, match="FP8 needs a GPU, but none was found"):
         machine.check_machine(plan(1, fp8_format="hybrid", bf16=True))

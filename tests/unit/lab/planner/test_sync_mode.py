@@ -11,7 +11,7 @@ from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import footprint, sync_mode
 from megaaccum.lab.planner.hardware import usual_usage
-from megaaccum.model import layers
+from megaaccum.pretrain.model import layers
 from megaaccum.units import GIB
 from tests.support.configs import make, plan
 

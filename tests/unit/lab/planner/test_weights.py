@@ -122,10 +122,10 @@ def megatron_chunks(settled: Plan, rank: int, vocab_size: int) -> list[Any]:
     )
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megaaccum.model.gpt import transformer_config
-    from megaaccum.model.layer_specs import replaced
-    from megaaccum.model.local_norm import Norm
     from megaaccum.model.sizes import padded_vocab_size
+    from megaaccum.pretrain.model.gpt import transformer_config
+    from megaaccum.pretrain.model.layer_specs import replaced
+    from megaaccum.pretrain.model.local_norm import Norm
 
     config, model, layout = transformer_config(settled), settled.config.model, settled.layout
     # Some of Megatron's constructors ask its global state instead of the collection they are given.

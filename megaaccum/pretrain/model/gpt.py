@@ -24,12 +24,13 @@ from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.config.rules import moe
 from megaaccum.distributed import rng
 from megaaccum.errors import ConfigError
-from megaaccum.model import layer_specs, names, recompute_gradients
-from megaaccum.model.cross_entropy import cross_entropy_in_float64
-from megaaccum.model.layers import Layers
-from megaaccum.model.machine import check_machine, layer_kind
+from megaaccum.model import names
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu, determinism
+from megaaccum.pretrain.model import layer_specs, recompute_gradients
+from megaaccum.pretrain.model.cross_entropy import cross_entropy_in_float64
+from megaaccum.pretrain.model.layers import Layers
+from megaaccum.pretrain.model.machine import check_machine, layer_kind
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import GPTModelBuilder, GPTModelConfig, HybridModelBuilder, HybridModelConfig
 

@@ -14,6 +14,7 @@ import torch
 
 from megaaccum.model.packed_rows import documents_of, packs_rows, whole_rows
 from megaaccum.platform import cpu
+from megaaccum.step.short_batch import Microbatch
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
@@ -23,11 +24,6 @@ REPORTS = {"num_tokens": "sum"}
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Sum of a micro-batch's loss, its weight, and its reports."""
-
-Microbatch = dict[str, torch.Tensor]
-"""tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of the same shape; if known num_tokens,
-the unmasked ones, and document_starts, bool of that shape in host memory, which keeps attention inside documents. A
-tensor that no stage of this rank reads may be None."""
 
 
 class _Form(NamedTuple):

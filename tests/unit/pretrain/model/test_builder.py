@@ -8,10 +8,11 @@ import torch
 from megaaccum.config import Plan, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
-from megaaccum.model import gpt, layers, machine, names
-from megaaccum.model.local_norm import Norm
+from megaaccum.model import names
 from megaaccum.optim import adamw, lr_schedule
 from megaaccum.pretrain.interop.load import load
+from megaaccum.pretrain.model import gpt, layers, machine
+from megaaccum.pretrain.model.local_norm import Norm
 from tests.support.configs import make
 
 

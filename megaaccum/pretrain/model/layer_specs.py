@@ -22,8 +22,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megaaccum.model.attention import FusedAttention, LatentAttention, LocalAttention
-from megaaccum.model.layers import Layers
-from megaaccum.model.local_norm import Norm
+from megaaccum.pretrain.model.layers import Layers
+from megaaccum.pretrain.model.local_norm import Norm
 
 
 def decoder_spec(

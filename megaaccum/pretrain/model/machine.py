@@ -10,9 +10,10 @@ import torch
 
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.errors import ConfigError
-from megaaccum.model import fp8, layers, recompute_gradients
-from megaaccum.model.layers import Layers
+from megaaccum.model import fp8
 from megaaccum.platform import cpu
+from megaaccum.pretrain.model import layers, recompute_gradients
+from megaaccum.pretrain.model.layers import Layers
 from megaaccum.upstream import megatron
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from megatron.core.extensions import transformer_engine
 
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.model import gpt, layers, machine
 from megaaccum.model.names import as_in_local_layers
 from megaaccum.platform import cpu
+from megaaccum.pretrain.model import gpt, layers, machine
 from tests.support.configs import make, plan
 
 TE, LOCAL = "transformer_engine", "local"

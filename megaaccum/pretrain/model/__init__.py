@@ -1,0 +1,8 @@
+"""Megatron's GPT as a configuration has it, and its forward step function.
+
+| module | holds |
+| --- | --- |
+| `gpt`, `layer_specs`, `layers`, `machine` | Megatron's GPT on every layout; kinds of layers, which of them run here |
+| `gpt_forward`, `cross_entropy` | its forward step function |
+| `local_norm`, `recompute_gradients` | the norm of the local layers, gradients of recomputed layers |
+"""
