@@ -48,11 +48,6 @@ Memory = dict[str, int]
 """Bytes by kind. Each is a high-water mark of its own: they need not have been reached together."""
 
 
-def bytes_by_kind(memory: Memory) -> dict[str, int]:
-    """{`memory_gradients_whole_bytes`: bytes, ...}, for the log."""
-    return {f"memory_{kind}_bytes": count for kind, count in memory.items()}
-
-
 @dataclass
 class HighWater:
     """High-water marks of one step after the other, in bytes."""
@@ -116,17 +111,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) 
     found = {(storage.data_ptr(), storage.nbytes()) for storage in storages} - seen
     seen |= found
     return sum([size for _, size in found])
-
-
-def smallest_device() -> float | None:
-    """Free bytes on the device of the rank with the fewest; None on CPUs. Collective over the world."""
-    if not cpu.has_accelerator():
-        return None
-    import torch
-
-    free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
-    torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
-    return float(free)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

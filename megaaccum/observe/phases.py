@@ -6,12 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-OF_A_STEP = ("data", "agree", "gather", "forward_backward", "reduce", "optimizer", "other")
-"""Phases of the log that make a step's seconds. data: the wait for micro-batches. agree: ranks compare what they are
-about to do, which includes the wait for a late rank. other: the norm, the verdict, the log."""
-BETWEEN_STEPS = ("evaluation", "checkpoint")
-"""Phases of the log beside the steps, noted with the step after them."""
-
 
 class Stopwatch:
     """Laps of one rank, by phase. clock: returns seconds. Nothing counts before the first phase is entered."""
@@ -48,19 +42,3 @@ class Stopwatch:
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
-
-
-def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
-    """{`seconds_data`: seconds, ...}, for the log: all of `seconds` under the log's phases, and `seconds_per_step`, the
-    sum over OF_A_STEP."""
-    found = dict.fromkeys(OF_A_STEP, 0.0)
-    for name, value in seconds.items():
-        phase = name if name in OF_A_STEP + BETWEEN_STEPS else "other"
-        found[phase] = found.get(phase, 0.0) + value
-    record = {f"seconds_{phase}": value for phase, value in found.items()}
-    return {"seconds_per_step": sum(found[phase] for phase in OF_A_STEP)} | record
-
-
-def between_steps(seconds: Mapping[str, float]) -> dict[str, float]:
-    """{`seconds_checkpoint`: seconds, ...}: the phases beside the steps that `seconds` has."""
-    return {f"seconds_{phase}": seconds[phase] for phase in BETWEEN_STEPS if phase in seconds}

@@ -36,16 +36,6 @@ Traffic = dict[str, Count]
 """By lane, `collective/group/dtype`. group: its name in Groups (dp_cp, pp, tp, ...), `world`, or `other`."""
 
 
-def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
-    """{`bytes_all_gather_dp_cp`: bytes, ...}, for the log: dtypes added up."""
-    totals: dict[str, float] = {}
-    for lane, count in traffic.items():
-        collective, group, _ = lane.split("/")
-        name = f"bytes_{collective}_{group}"
-        totals[name] = totals.get(name, 0.0) + count.num_bytes
-    return totals
-
-
 SHARE: dict[str, Callable[[int], float]] = {
     "all_gather": lambda k: (k - 1) / k,
     "reduce_scatter": lambda k: (k - 1) / k,

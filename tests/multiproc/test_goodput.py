@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.pretrain.metrics import journal, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
+from megaaccum.pretrain.metrics.step_record import BETWEEN_STEPS, OF_A_STEP
 from tests.support.whole_runs import FORWARD, LAUNCH, READ, SAVE, START_UP, make_data, train
 
 MICROBATCHES, TOKENS = 4, 4 * 16

@@ -3,7 +3,7 @@
 | module | holds |
 | --- | --- |
 | `run_log` | `RunLog`, which the training loop talks to: what is recorded, and where |
-| `journal` | log.jsonl |
+| `journal`, `step_record` | log.jsonl, and a step in it |
 | `progress`, `summary`, `plots`, `services` | the terminal, a picture, TensorBoard, W&B, CSV |
 | `schedule_plots` | pictures of a schedule |
 | `receipts` | a file for each start: as planned, as measured |

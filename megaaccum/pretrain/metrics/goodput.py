@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.pretrain.metrics.journal import TOTALS, Record
+from megaaccum.pretrain.metrics.step_record import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.units import duration
 
 CAUSES = ("productive", "start_up", "data", "evaluation", "checkpoint", "skipped", "repeated", "idle", "other")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.observe.phases import by_phase
 from megaaccum.platform import cpu
+from megaaccum.pretrain.metrics.step_record import by_phase
 from megaaccum.units import amount
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ class RunLog:
         Required: `step` (1 for the first of the run), `loss` (nats per token), `lr`, `seconds_per_step`, the wait for
         data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
         `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
-        on (`phases.by_phase`). Any other number may be there, under a name with its unit. Added here:
+        on (`step_record.by_phase`). Any other number may be there, under a name with its unit. Added here:
         `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
         peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
         """
@@ -163,7 +163,7 @@ class RunLog:
     def close(self, outcome: str = "Done", *, checkpoint: str = "", seconds: Mapping[str, float] | None = None) -> None:
         """Write what is left, draw the picture, and print the summary under the heading `outcome`. Closing twice is
         harmless. Raises MegaaccumError if a record could not be written. seconds: outside of steps
-        (`phases.between_steps`), since the last one.
+        (`step_record.between_steps`), since the last one.
 
         A picture that cannot be written is noted in the summary and raises nothing: the run is over, and the picture
         can be drawn again from log.jsonl.

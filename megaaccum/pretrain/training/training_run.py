@@ -9,19 +9,20 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megaaccum.checkpoint import save_load
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
-from megaaccum.observe.memory import bytes_by_kind, smallest_device
-from megaaccum.observe.phases import between_steps, by_phase
-from megaaccum.observe.traffic import bytes_by_collective
+from megaaccum.platform import cpu
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
@@ -59,7 +60,7 @@ class TrainingRun:
         """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
         world; raises on every rank."""
         start_together(plan)
-        plan, notes = raise_on_all_ranks(advisor.resolve, plan, smallest_device())
+        plan, notes = raise_on_all_ranks(advisor.resolve, plan, _smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
         raise_on_all_ranks(claim_folders, plan.config)
         self.plan = plan = raise_on_all_ranks(continued, plan)
@@ -185,6 +186,15 @@ class TrainingRun:
         seconds = between_steps(self._stopwatch.pop())
         raise_on_all_ranks(self.log.close, self.outcome, checkpoint=self.saver.written(), seconds=seconds)
         end_process_group()
+
+
+def _smallest_device() -> float | None:
+    """Free bytes on the device of the rank with the fewest; None on CPUs. Collective over the world."""
+    if not cpu.has_accelerator():
+        return None
+    free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
+    torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
+    return float(free)
 
 
 def training_loader(engine: Engine, data: Datasets) -> SharedLoader:

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from megaaccum.observe.memory import RETRIED, Activations, HighWater, Ledger, bytes_by_kind
+from megaaccum.observe.memory import RETRIED, Activations, HighWater, Ledger
 from megaaccum.platform import cpu
 from megaaccum.upstream import pytorch
 
@@ -18,7 +18,6 @@ def test_marks_are_the_most_at_a_time():
     expected = {"gradients": 440, "gradients_whole": 400, "gradients_shard": 80}
     assert marks.pop() == expected
     assert marks.pop() == {}
-    assert bytes_by_kind({"optimizer": 5}) == {"memory_optimizer_bytes": 5}
 
 
 def test_a_storage_of_two_kinds_counts_for_the_first():

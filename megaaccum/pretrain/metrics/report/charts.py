@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from megaaccum.errors import MegaaccumError
-from megaaccum.observe.phases import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.pretrain.metrics import plots, schedule_plots
 from megaaccum.pretrain.metrics.goodput import CAUSES
 from megaaccum.pretrain.metrics.journal import Record
 from megaaccum.pretrain.metrics.report.run import Run
+from megaaccum.pretrain.metrics.step_record import BETWEEN_STEPS, OF_A_STEP
 from megaaccum.schedule import Costs, build, simulate
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.observe.phases import OF_A_STEP, Stopwatch, between_steps, by_phase
+from megaaccum.observe.phases import Stopwatch
 from megaaccum.pretrain.metrics.goodput import Goodput
+from megaaccum.pretrain.metrics.step_record import OF_A_STEP, between_steps, by_phase
 
 
 class Clock:
