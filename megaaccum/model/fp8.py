@@ -43,31 +43,6 @@ def build(plan: Plan, chunks: Sequence[Any]) -> Fp8:
     return Fp8(chunks if plan.config.quantization.fp8_format is not None else [])
 
 
-def device_problem(recipe: str, capability: tuple[int, int] | None, cuda: str | None) -> str | None:
-    """Why this machine's GPU cannot compute in FP8 with `recipe`, or None.
-
-    capability: the GPU's compute capability, None without a GPU. cuda: version that torch was built with. The numbers
-    are those of transformer_engine.pytorch.quantization (2.20): check_fp8_support and the like.
-    """
-    if capability is None:
-        return "FP8 needs a GPU, but none was found: leave fp8_format out here; bf16 computes on a CPU too."
-    name = f"this GPU has compute capability {capability[0]}.{capability[1]}"
-    if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
-        return (
-            f"fp8_recipe mxfp8 has one scale per 32 numbers, which only Blackwell's tensor cores (10.x) apply, but"
-            f" {name}: set fp8_recipe to {'blockwise' if capability >= (9, 0) else 'delayed'}."
-        )
-    toolkit = tuple(int(part) for part in (cuda or "0.0").split(".")[:2])
-    if recipe == "blockwise" and (capability < (9, 0) or toolkit < (12, 9)):
-        return (
-            f"fp8_recipe blockwise needs compute capability 9.0 (Hopper) and CUDA 12.9, but {name} with CUDA {cuda}:"
-            " set fp8_recipe to tensorwise or delayed."
-        )
-    if capability < (8, 9):
-        return f"FP8 needs compute capability 8.9 (Ada, Hopper or newer), but {name}: leave fp8_format out."
-    return None
-
-
 class Fp8:
     """FP8 state of this rank's chunks, and the moments at which it changes. Without chunks nothing happens.
 

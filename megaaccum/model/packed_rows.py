@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megaaccum.config.batch import BatchPlan
 
@@ -22,23 +21,3 @@ def sent_shape(chunks: Sequence[torch.nn.Module], batch: BatchPlan) -> dict[str,
     if packs_rows(chunks[0]):
         rows, length = 1, rows * length
     return {"micro_batch_size": rows, "seq_length": length}
-
-
-def documents_of(starts: torch.Tensor, device: torch.device, *, in_rows: bool) -> PackedSeqParams:
-    """The documents of a packed row. starts: [rows, tokens] bool in host memory, True where one begins, at each row's
-    begin too. in_rows: layers of experts split the tokens into rows again, for statistics of a row; not if sequence
-    parallelism cuts the packed row."""
-    bounds = torch.cat([starts.view(-1).nonzero().view(-1), torch.tensor([starts.numel()])]).int()
-    longest = int(bounds.diff().max())
-    bounds = bounds.to(device, non_blocking=True)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest,
-        tokens_per_sample=starts.shape[1] if in_rows else None,
-    )  # fmt: skip
-
-
-def whole_rows(shape: torch.Size) -> torch.Tensor:
-    """The starts of documents in [rows, tokens] if each row is one document."""
-    starts = torch.zeros(shape, dtype=torch.bool)
-    starts[:, 0] = True
-    return starts

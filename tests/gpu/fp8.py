@@ -192,7 +192,7 @@ def _of_documents(case, every: int = 5) -> dict:
     """The gradient where a document begins each `every` tokens; 0: with the row alone. Two rows a micro-batch."""
     from dataclasses import replace
 
-    from megaaccum.model.packed_rows import whole_rows
+    from megaaccum.pretrain.model.gpt_forward import whole_rows
     from tests.support.parity import stack
 
     run = Run(replace(case, layout=f"{case.layout} --micro_batch_size 2"))

@@ -73,11 +73,12 @@ def packed(case: Case) -> Gradient:
 
 def in_one_document_a_row(case: Case) -> Gradient:
     """By mistake, documents are not told to the packed row."""
-    from megaaccum.model import packed_rows
     from megaaccum.pretrain.model import gpt_forward
 
+    documents_of = gpt_forward.documents_of
+
     def rows(starts, *args, **more):
-        return packed_rows.documents_of(packed_rows.whole_rows(starts.shape), *args, **more)
+        return documents_of(gpt_forward.whole_rows(starts.shape), *args, **more)
 
     with patch.object(gpt_forward, "documents_of", rows):
         return packed(case)

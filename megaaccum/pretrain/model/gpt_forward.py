@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
-from megaaccum.model.packed_rows import documents_of, packs_rows, whole_rows
+from megaaccum.model.packed_rows import packs_rows
 from megaaccum.platform import cpu
 from megaaccum.step.short_batch import Microbatch
 
@@ -116,6 +117,26 @@ class GptForwardStep:
 def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str, Any]:
     documents = documents_of(starts, cpu.device(), in_rows=not chunk.config.sequence_parallel)
     return {name: each.view(1, -1) for name, each in batch.items()} | {"packed_seq_params": documents}
+
+
+def documents_of(starts: torch.Tensor, device: torch.device, *, in_rows: bool) -> PackedSeqParams:
+    """The documents of a packed row. starts: [rows, tokens] bool in host memory, True where one begins, at each row's
+    begin too. in_rows: layers of experts split the tokens into rows again, for statistics of a row; not if sequence
+    parallelism cuts the packed row."""
+    bounds = torch.cat([starts.view(-1).nonzero().view(-1), torch.tensor([starts.numel()])]).int()
+    longest = int(bounds.diff().max())
+    bounds = bounds.to(device, non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest,
+        tokens_per_sample=starts.shape[1] if in_rows else None,
+    )  # fmt: skip
+
+
+def whole_rows(shape: torch.Size) -> torch.Tensor:
+    """The starts of documents in [rows, tokens] if each row is one document."""
+    starts = torch.zeros(shape, dtype=torch.bool)
+    starts[:, 0] = True
+    return starts
 
 
 def read_by(chunks: Sequence[Any]) -> list[str]:

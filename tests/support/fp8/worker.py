@@ -52,13 +52,13 @@ def prepare() -> None:
     te_on_cpu.use_megatrons_attention()
     cpu._redirect_rng()
     cpu.has_accelerator = lambda: False
-    from megaaccum.model import fp8
+    from megaaccum.pretrain.model import machine
     from megaaccum.upstream import pytorch, zero
 
     zero.without_shared_memory_operator()
     pytorch.tame_gloo()
-    problem = fp8.device_problem
-    fp8.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
+    problem = machine.device_problem
+    machine.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.model import fp8
+from megaaccum.pretrain.model import machine
 from tests.support.check import run
 from tests.support.configs import plan
 
@@ -30,7 +31,7 @@ HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 0), (8, 0), (8, 9)
     ],
 )
 def test_a_gpu_that_cannot_is_told_with_the_reason(recipe, capability, cuda, words):
-    told = fp8.device_problem(recipe, capability, cuda)
+    told = machine.device_problem(recipe, capability, cuda)
     assert told is not None
     assert all(word in told for word in words), told
 
@@ -40,12 +41,10 @@ def test_a_gpu_that_cannot_is_told_with_the_reason(recipe, capability, cuda, wor
     [("delayed", ADA), ("tensorwise", HOPPER), ("blockwise", HOPPER), ("mxfp8", BLACKWELL), ("delayed", BLACKWELL)],
 )
 def test_a_gpu_that_can_is_taken(recipe, capability):
-    assert fp8.device_problem(recipe, capability, "13.0") is None
+    assert machine.device_problem(recipe, capability, "13.0") is None
 
 
 def test_the_cpu_lane_refuses_before_a_model_is_built():
-    from megaaccum.pretrain.model import machine
-
     with pytest.raises(ConfigError, match="FP8 needs a GPU, but none was found"):
         machine.check_machine(plan(1, fp8_format="hybrid", bf16=True))
 
