@@ -6,8 +6,6 @@ once, longest first, each into the fullest row that has room (best fit), so ever
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ import torch
 from megaaccum.config.schema import Config
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.chats import Chats, read_chats
+from megaaccum.pretrain.data.files import digest_of
 from megaaccum.pretrain.data.order import Corpus
 from megaaccum.pretrain.data.sources import Sources, data_folder
 
@@ -166,7 +165,7 @@ def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[f
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     facts = [chats.digest, first, end, rows.length, rows.packed]
-    return Part(path=path, rows=rows, weight=weight, digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])
+    return Part(path=path, rows=rows, weight=weight, digest=digest_of(facts))
 
 
 def _span(chats: Chats, number: int, length: int) -> tuple[int, int]:

@@ -9,7 +9,6 @@ or between {% generation %} and {% endgeneration %} of a template that has them.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 from megaaccum.config.schema import DataConfig
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.documents import json_lines
-from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder
+from megaaccum.pretrain.data.files import digest_of, disk_errors, make_once, staging_folder
 from megaaccum.pretrain.data.tokenizer import single_threaded, tokenizer_file
 
 Message = dict[str, Any]
@@ -180,10 +179,7 @@ def read_chats(path: Path, data: DataConfig, folder: Path) -> Chats:
     tokenizer = ChatTokenizer(data)
     digest = _digest(path, tokenizer, data.assistant_only_loss)
     kept = folder / "chats" / digest
-    if not kept.exists():
-        with locked(folder / ".lock"):
-            if not kept.exists():
-                _write(path, tokenizer, data.assistant_only_loss, kept)
+    make_once(kept, folder / ".lock", lambda: _write(path, tokenizer, data.assistant_only_loss, kept))
     with disk_errors("cannot read", kept):
         tokens, counts, starts = (np.load(kept / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
     return Chats(digest=digest, tokens=tokens, counts=counts, starts=starts)
@@ -195,7 +191,7 @@ def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
     with disk_errors("cannot read", tokenizer_file(tokenizer.folder)):
         made_by = hashlib.sha256(tokenizer_file(tokenizer.folder).read_bytes()).hexdigest()
     facts = [_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return digest_of(facts)
 
 
 def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: Path) -> None:

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from megaaccum.pretrain.data.build import build_pair
-from megaaccum.pretrain.data.files import locked, with_suffix
+from megaaccum.pretrain.data.files import make_once, with_suffix
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, read_vocabulary, train_tokenizer
 
 EMBEDDED = "embedded"
@@ -53,11 +53,7 @@ def embedded_prefix(folder: Path, tokenizer_model: str | None = None) -> Path:
         DataError: the folder cannot be written, or the tokenizer cannot be read.
     """
     prefix = folder / f"embedded-{_digest(tokenizer_model)}" / "text"
-    index = with_suffix(prefix, ".idx")
-    if not index.exists():
-        with locked(folder / ".lock"):
-            if not index.exists():
-                _build(prefix, tokenizer_model)
+    make_once(with_suffix(prefix, ".idx"), folder / ".lock", lambda: _build(prefix, tokenizer_model))
     return prefix
 
 

@@ -24,7 +24,7 @@ from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError, DataError
 from megaaccum.platform.replaced import replaced
 from megaaccum.pretrain.data import chat_rows, fim
-from megaaccum.pretrain.data.files import disk_errors, locked, staging_folder, with_suffix
+from megaaccum.pretrain.data.files import digest_of, disk_errors, locked, make_once, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
 from megaaccum.pretrain.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
 from megaaccum.pretrain.data.sources import (
@@ -40,6 +40,7 @@ from megaaccum.pretrain.data.train_valid_split import check_ranges, epoch_sample
 from megaaccum.texts import regular_file
 
 _TRAIN, _VALID = 0, 1
+_MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,7 @@ class _Request:
     @property
     def masks(self) -> list[str]:
         """The keys that mask tokens, positions or scores of a sample."""
-        keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-        return [key for key in keys if getattr(self.plan.config.data, key)]
+        return [key for key in _MASKS if getattr(self.plan.config.data, key)]
 
     def shown(self) -> dict[str, str]:
         """The facts that decide the training samples, for readers."""
@@ -149,11 +149,12 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
             no sample; the tokenizer cannot be read or lacks an end-of-document token that a key asks for; the cache
             folder cannot be written; or Megatron's index builder is missing.
     """
+    needed = plan.ramp.samples_after(plan.config.run.train_iters) if train_samples is None else train_samples
     if plan.config.data.mock_data:
-        return _mock_datasets(plan, train_samples)
+        return _mock_datasets(plan, needed)
     if plan.config.data.sft:
-        return _chat_datasets(plan, train_samples)
-    request, valid_batches = _request(plan, train_samples)
+        return _chat_datasets(plan, needed)
+    request, valid_batches = _request(plan, needed)
     _require_end_of_document(request)
     train, valid = _orders(request)
 
@@ -180,10 +181,7 @@ def _orders(request: _Request) -> tuple[SampleDataset, SampleDataset | None]:
     """Megatron's orders for training and validation, built if the cache folder does not have them."""
     config = request.plan.config
     folder = data_folder(config) / "index" / _cache_key(request)
-    if not folder.exists():
-        with locked(data_folder(config) / ".lock"):
-            if not folder.exists():
-                _build_orders(request, folder)
+    make_once(folder, data_folder(config) / ".lock", lambda: _build_orders(request, folder))
     return _both_datasets(request, folder)
 
 
@@ -195,13 +193,12 @@ def _one_pass(request: _Request, prefix: str, number: int) -> SampleDataset:
         return _megatron_dataset(alone, folder / "index" / "passes", _TRAIN, 1, seed)
 
 
-def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
+def _mock_datasets(plan: Plan, train_samples: int) -> Datasets:
     """Megatron's made-up samples: counting tokens, the same on every rank and in every run."""
     _require_index_builder()
     run, batch = plan.config.run, plan.batch.global_batch_size
     vocabulary = read_run_vocabulary(plan.config)
     valid_batches = run.eval_iters if run.eval_interval > 0 else 0
-    first = Span(0, plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples)
     facts = {
         "data": "mock_data",
         "vocabulary": f"{vocabulary.size} ids",
@@ -209,17 +206,17 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
         "seed": str(run.seed),
         "split": plan.config.data.split,
     }
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    digest = digest_of(facts)
     corpora = [Corpus(digest, 1.0, lambda number: _mock(plan, vocabulary, [1, 0, 0], run.seed + number)[_TRAIN])]
 
     def order(spans: list[Span]) -> Order:
         return Order(spans, corpora, lambda count: _mock(plan, vocabulary, [count, 0, 0], run.seed)[_TRAIN])
 
     valid = (
-        _mock(plan, vocabulary, [first.count, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
+        _mock(plan, vocabulary, [train_samples, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
     )
     return Datasets(
-        train=order([first]),
+        train=order([Span(0, train_samples)]),
         valid=valid,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
@@ -229,7 +226,7 @@ def _mock_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     )
 
 
-def _chat_datasets(plan: Plan, train_samples: int | None) -> Datasets:
+def _chat_datasets(plan: Plan, train_samples: int) -> Datasets:
     """Rows of conversations, in passes that the seed shuffles."""
     _require_index_builder()
     run, batch = plan.config.run, plan.batch.global_batch_size
@@ -238,15 +235,13 @@ def _chat_datasets(plan: Plan, train_samples: int | None) -> Datasets:
     facts = chat_rows.shown(plan.config, parts) | {"vocabulary": f"{vocabulary.size} ids ({vocabulary.digest[:8]})"}
     train, valid = ([part.corpus(run.seed) for part in each] for each in (parts.train, parts.valid))
     valid_batches = min(run.eval_iters, max(1, parts.num_valid // batch)) if valid else 0
-
-    needed = plan.ramp.samples_after(run.train_iters) if train_samples is None else train_samples
     content = [facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]
     return Datasets(
-        train=Order([Span(0, needed, {})], train),
+        train=Order([Span(0, train_samples, {})], train),
         valid=Order([Span(0, valid_batches * batch, {})], valid) if valid else None,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
-        digest=hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
+        digest=digest_of(content),
         facts=facts,
         rebuilt=lambda spans: Order(spans, train),
     )
@@ -257,23 +252,14 @@ def _mock(plan: Plan, vocabulary: Vocabulary, sizes: list[int], seed: int) -> li
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 
-    data = plan.config.data
     with _no_process_group():
-        config = GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=plan.config.model.seq_length,
-            split=data.split,
-            tokenizer=_MegatronTokenizer(vocabulary),
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-            create_attention_mask=False,  # sequence length squared: the loader has where documents begin
-        )
+        tokenizer = _MegatronTokenizer(vocabulary)
+        config = GPTDatasetConfig(random_seed=seed, split=plan.config.data.split, tokenizer=tokenizer, **_forms(plan))
         built: list[SampleDataset] = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
         return built
 
 
-def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
+def _request(plan: Plan, train_samples: int) -> tuple[_Request, int]:
     """The parts to build, and the number of global batches of an evaluation."""
     config, batch = plan.config, plan.batch.global_batch_size
     sources = read_sources(config.data)
@@ -292,7 +278,7 @@ def _request(plan: Plan, train_samples: int | None) -> tuple[_Request, int]:
         sources=sources,
         pairs=pairs,
         vocabulary=vocabulary,
-        train_samples=plan.ramp.samples_after(config.run.train_iters) if train_samples is None else train_samples,
+        train_samples=train_samples,
         valid_samples=valid_batches * batch,
         plan=plan,
     )
@@ -347,7 +333,7 @@ def _cache_key(request: _Request) -> str:
             files.append((str(path), status.st_size, status.st_mtime_ns))
     facts = [request.facts(), request.valid_samples, files, version("megatron-core"), version("numpy")]
     facts += ["fim"] if request.plan.config.data.fim_data else []  # Megatron's files have the name of the class in them
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return digest_of(facts)
 
 
 def _content_digest(request: _Request, prefixes: list[str]) -> str:
@@ -431,7 +417,6 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
     blend = (source.prefixes, source.weights)
     config = config_kind(
         random_seed=request.plan.config.run.seed,
-        sequence_length=request.seq_length,
         blend=blend if sources.split else None,
         blend_per_split=None if sources.split else [blend if i == part else None for i in range(3)],
         split=sources.split,
@@ -441,15 +426,19 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
         # Each part's share is rounded up, so a blend is longer than asked by up to its number of parts; in a small
         # run Megatron's own 0.5 % does not cover what it then draws.
         mid_level_dataset_surplus=0.005 + len(source.prefixes) / num_samples,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=False,  # sequence length squared: the loader has where documents begin
+        **_forms(request.plan),
         **more,
     )
     if sources.split:
         config.split_matrix = [bounds if i == part else None for i, bounds in enumerate(config.split_matrix)]
     return kind, config
+
+
+def _forms(plan: Plan) -> dict[str, Any]:
+    """Arguments of Megatron's configuration that say what a sample holds."""
+    masks = {key: getattr(plan.config.data, key) for key in _MASKS}
+    # A mask of attention is sequence length squared: the loader has where documents begin.
+    return {"sequence_length": plan.config.model.seq_length, "create_attention_mask": False} | masks
 
 
 class _MegatronTokenizer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megaaccum.errors import DataError
+from megaaccum.errors import DataError, shortened
 from megaaccum.pretrain.data.files import disk_errors
 from megaaccum.texts import parse_json, regular_file
 
@@ -84,7 +84,7 @@ class Source:
 
     def _checked(self, text: Any, where: str) -> str:
         if not isinstance(text, str):
-            raise DataError(f"{where}: {self.json_key!r} must be a string, not {_shortened(json.dumps(text))}")
+            raise DataError(f"{where}: {self.json_key!r} must be a string, not {shortened(json.dumps(text), 80)}")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -106,9 +106,9 @@ def _records(path: Path, lines: Iterator[bytes]) -> Iterator[tuple[str, dict[str
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}): {_shortened(line)}") from error
+            raise DataError(f"{where}: not JSON ({error}): {shortened(line.strip(), 80)}") from error
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a line must be a JSON object, not {_shortened(line)}")
+            raise DataError(f"{where}: a line must be a JSON object, not {shortened(line.strip(), 80)}")
         yield where, record
 
 
@@ -141,8 +141,3 @@ def _decode(raw: bytes, path: Path, number: int) -> str:
             f"{path}, line {number}: byte 0x{byte:02x} at column {error.start + 1} is not UTF-8. Convert the file "
             f"first (for example: iconv -f latin1 -t utf-8)"
         ) from error
-
-
-def _shortened(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= 80 else text[:80] + "..."

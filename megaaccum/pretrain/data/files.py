@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +57,19 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def make_once(path: Path, lock: Path, make: Callable[[], None]) -> None:
+    """Have `make` make `path` where it is not there yet: of any number of processes one does, and the others wait."""
+    if not path.exists():
+        with locked(lock):
+            if not path.exists():
+                make()
+
+
+def digest_of(facts: object) -> str:
+    """A short digest of facts that JSON can hold."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 @contextmanager
