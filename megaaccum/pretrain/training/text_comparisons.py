@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step.short_batch import Microbatch
+from megaaccum.texts import packaged_yaml
 
 if TYPE_CHECKING:
     from megaaccum.engine import Engine
@@ -30,7 +29,7 @@ class Row:
 
 def comparisons() -> list[tuple[str, list[str]]]:
     """(text, choices) of the comparisons in the package; the first choice is the right one."""
-    found = yaml.safe_load(files("megaaccum.pretrain.data").joinpath("comparisons.yaml").read_text(encoding="utf-8"))
+    found = packaged_yaml("megaaccum.pretrain.data", "comparisons.yaml")
     return [(each["text"], each["choices"]) for each in found]
 
 
