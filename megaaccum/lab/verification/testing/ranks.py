@@ -73,17 +73,9 @@ class RanksFailed(AssertionError):
         self.outcomes = outcomes
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    init: bool = True,
-    env: dict[str, str] | None = None,
-    hide_gpus: bool = True,
-    **kwargs: Any,
-) -> list[Any]:
-    """Runs `fn(*args, **kwargs)` on `world_size` ranks and returns their results, in rank order.
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **keys: Any) -> list[Any]:
+    """Runs `fn(*args, **kwargs)` on `world_size` ranks and returns their results, in rank order. keys: those of
+    `try_ranks`, and `kwargs`.
 
     `fn` is a function of a module's top level; arguments and results are pickled (torch CPU tensors may be among
     them). The ranks are fresh forks with torch, DeepSpeed and Megatron imported, one torch thread each, RANK and the
@@ -93,8 +85,7 @@ def run_ranks(
 
     Raises RanksFailed with the traceback, output and, after a time-out, the stack of the ranks. No rank outlives it.
     """
-    keys: dict[str, Any] = dict(timeout=timeout, init=init and hide_gpus, env=env, hide_gpus=hide_gpus)
-    outcomes = try_ranks(fn, world_size, *args, **keys, **kwargs)
+    outcomes = try_ranks(fn, world_size, *args, timeout=timeout, **keys)
     if any(outcome.failed for outcome in outcomes):
         raise RanksFailed(_failure_text(fn, outcomes, timeout), outcomes)
     return [pickle.loads(outcome.result or b"") for outcome in outcomes]
@@ -118,7 +109,8 @@ def try_ranks(
         port = sock.getsockname()[1]
         store = processes.serve_store(sock)
         ranks = [
-            Rank(number, world_size, port, Path(folder), timeout if init else None) for number in range(world_size)
+            Rank(number, world_size, port, Path(folder), timeout if init and hide_gpus else None)
+            for number in range(world_size)
         ]
         try:
             with _environment(hide_gpus):
