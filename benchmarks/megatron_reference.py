@@ -112,8 +112,8 @@ def _model(args: Any, pre_process: bool, post_process: bool, pg_collection: Any,
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megaaccum.model.attention import FusedAttention
     from megaaccum.pretrain.model import gpt
+    from megaaccum.pretrain.model.attention import FusedAttention
 
     if args.context_parallel_size > 1:  # Megatron's own attention takes a whole sequence
         backends.DotProductAttention = FusedAttention  # type: ignore[misc]

@@ -4,5 +4,6 @@
 | --- | --- |
 | `gpt`, `layer_specs`, `layers`, `machine` | Megatron's GPT on every layout; kinds of layers, which of them run here |
 | `gpt_forward`, `cross_entropy` | its forward step function |
-| `local_norm`, `recompute_gradients` | the norm of the local layers, gradients of recomputed layers |
+| `attention`, `local_norm` | parts of the local layers |
+| `recompute_gradients` | gradients of recomputed layers |
 """

@@ -21,7 +21,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megaaccum.model.attention import FusedAttention, LatentAttention, LocalAttention
+from megaaccum.model.attention import LocalAttention
+from megaaccum.pretrain.model.attention import FusedAttention, LatentAttention
 from megaaccum.pretrain.model.layers import Layers
 from megaaccum.pretrain.model.local_norm import Norm
 

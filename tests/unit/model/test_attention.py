@@ -14,8 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import GlobalMemoryBuffer
 
-from megaaccum.model.attention import FusedAttention, LocalAttention
+from megaaccum.model.attention import LocalAttention
 from megaaccum.pretrain.data.loader import starts_of
+from megaaccum.pretrain.model.attention import FusedAttention
 
 HEADS, GROUPS, CHANNELS, ROWS = 4, 2, 8, 2
 END = 0
