@@ -1,5 +1,5 @@
-"""What the core of attention of Megatron's local layers lacks: documents by where they begin, and sequences that are
-cut over ranks.
+"""Two things that the core of attention of Megatron's local layers lacks: documents by where they begin, and sequences
+that are cut over ranks.
 
 Under context parallelism a rank holds two pieces of a sequence, one from each half (Megatron's zigzag). Its queries
 meet the keys and values of the whole sequence, which are gathered over the ranks and whose gradients are scattered

@@ -61,7 +61,7 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 def test_the_core_holds_what_a_step_reaches() -> None:
-    """What only `megaaccum train`, a report or a planner uses is in the storeys above."""
+    """Modules that only `megaaccum train`, a report or a planner uses are in the storeys above."""
     paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in TREES}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     core = {name for name, path in modules.items() if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE}

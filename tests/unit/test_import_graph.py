@@ -16,7 +16,7 @@ ROOT = Path(megaaccum.__file__).parent
 
 FOLDERS = (
     "units errors texts schedule config platform upstream distributed model observe optim executor sharding checkpoint"
-    " step engine loop pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.weights"
+    " step engine loop pretrain.model pretrain.launch pretrain.interop pretrain.data pretrain.metrics pretrain.weights"
     " pretrain.training lab.search lab.planner lab.verification lab cli train"
 ).split()
 """From the lowest: a folder imports those before it. docs/concepts/design.md has the reasons."""

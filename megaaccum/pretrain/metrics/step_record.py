@@ -1,4 +1,4 @@
-"""What the log has of a step's measurements: seconds by phase, bytes between ranks, bytes held."""
+"""A step's measurements as the log has them: seconds by phase, bytes between ranks, bytes held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log has of a step."""
+"""The log's names for the measurements of a step."""
 
 from __future__ import annotations
 
