@@ -4,7 +4,7 @@ fit.
 | module | holds |
 | --- | --- |
 | `names`, `sizes` | names and sizes over the whole model |
-| `attention`, `packed_rows` | documents and cut sequences in attention; rows that are packed for it |
+| `attention` | documents and cut sequences in attention |
 | `fp8`, `router_state` | FP8 scales, routers' state |
 | `torch_chunk`, `hf_stages` | models that are not Megatron's |
 | `unfit` | what no accumulated step trains, or a backend does not take |

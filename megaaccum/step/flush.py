@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.executor.entry import ForwardBackward, message_shapes
-from megaaccum.model.packed_rows import sent_shape
 from megaaccum.step.forward_step import ForwardStep
 from megaaccum.upstream import megatron
 
@@ -43,7 +42,7 @@ def flush_arguments(
         more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
         if batch.lengths is not None:
             more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
-    shape = sent_shape(steps.chunks, steps.batch)
+    shape = _sent_shape(steps)
     return {
         "forward_step_func": ForwardStep(
             batch, opened.divisor, opened.tally, steps.chunks, observers, *_sent(steps, batch, shape)
@@ -71,3 +70,11 @@ def _sent(
     shapes = message_shapes(steps.chunks[0].config, groups.collection, shape["micro_batch_size"], lengths)
     numbers = range(len(steps.chunks))
     return shapes, next((n for n in numbers if groups.stage(n) == groups.layout.num_stages - 1), None)
+
+
+def _sent_shape(steps: TrainStep) -> dict[str, int]:
+    """micro_batch_size and seq_length of the messages between stages, arguments of Megatron's schedules."""
+    rows, length = steps.batch.micro_batch_size, steps.batch.seq_length
+    if getattr(steps.chunks[0], "packs_rows", False):  # all chunks of a pipeline do, or none
+        rows, length = 1, rows * length
+    return {"micro_batch_size": rows, "seq_length": length}

@@ -154,7 +154,9 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
     chunks = [build_chunk(plan, groups, config, vocab_size, v) for v in range(plan.layout.vpp)]
     packs = plan.config.data.reset_attention_mask and not layer_kind(plan).local
     for chunk in chunks:
-        chunk.packs_rows = packs  # see packed_rows
+        # The rows of a micro-batch are one row for Transformer Engine's core of attention, which reads no mask, but
+        # takes each document as a sequence of its own.
+        chunk.packs_rows = packs
         if not _is_cut_before_it_moves(plan):
             chunk.to(cpu.device())
         for buffer in chunk.buffers():

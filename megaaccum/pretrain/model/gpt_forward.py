@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megaaccum.model.packed_rows import packs_rows
 from megaaccum.platform import cpu
 from megaaccum.step.short_batch import Microbatch
 
@@ -71,7 +70,9 @@ class GptForwardStep:
     def _form_of(self, chunk: Any) -> _Form:
         if (form := self._forms.get(chunk)) is None:
             reads = tuple(name for name in read_by([chunk]) if name != "document_starts")
-            form = self._forms[chunk] = _Form(reads, packs_rows(chunk), getattr(chunk, "loss_cut", None))
+            form = self._forms[chunk] = _Form(
+                reads, getattr(chunk, "packs_rows", False), getattr(chunk, "loss_cut", None)
+            )
         return form
 
     def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, cut: Any, output: torch.Tensor) -> Loss:
