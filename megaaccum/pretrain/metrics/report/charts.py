@@ -36,8 +36,7 @@ WIDTH, HEIGHT = 7.2, 2.9
 
 
 def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> str:
-    """A picture of one pair of axes. name: unique on the page, so that pictures do not share ids of marks."""
-    import matplotlib
+    """A picture of one pair of axes. name: `inline`'s."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -45,14 +44,16 @@ def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> s
     for side in ("right", "top"):
         axes.spines[side].set_visible(False)
     draw(axes)
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        return inline(figure)
+    return inline(figure, name)
 
 
-def inline(figure: Figure) -> str:
-    """The SVG element of a figure, without a file's head."""
+def inline(figure: Figure, name: str) -> str:
+    """The SVG element of a figure, without a file's head. name: unique on the page, so that pictures do not share ids
+    of marks."""
+    import matplotlib
+
     file = io.StringIO()
-    with plots.quiet():
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}), plots.quiet():
         figure.savefig(file, format="svg")
     text = file.getvalue()
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -168,8 +169,6 @@ def goodput(run: Run, name: str) -> str:
 def timeline(run: Run, name: str) -> tuple[str, str]:
     """(the pipeline's schedule over time, with equal stages and F = I = W; a note on it). The picture is empty without
     a pipeline, or if the schedule's file is missing."""
-    import matplotlib
-
     plan = run.last.get("plan") or {}
     at, batch = plan.get("layout") or {}, plan.get("batch") or {}
     if at.get("pp", 1) == 1:
@@ -185,7 +184,6 @@ def timeline(run: Run, name: str) -> tuple[str, str]:
     except (MegaaccumError, OSError) as error:
         return "", f"The schedule {at['schedule']} cannot be drawn: {error}"
     simulation = simulate(schedule, Costs(forward=1, input_grad=1, weight_grad=1))
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        drawn = inline(schedule_plots.figure(schedule, simulation))
+    drawn = inline(schedule_plots.figure(schedule, simulation), name)
     few = f", drawn for {shown} of the {count} micro-batches of a flush" if shown < count else ""
     return drawn, f"{at['schedule']} with equal stages and F = I = W{few}."

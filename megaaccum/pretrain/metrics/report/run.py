@@ -75,19 +75,11 @@ class Run:
         stages = planned.get("stages") or []
         if not stages:
             return rows
-        moved = measured["bytes"]
-        between = {name: moved.get(f"{name}_dp_cp") for name in _BETWEEN_RANKS}
-        rows.append(
-            (
-                "bytes from data-parallel ranks, a step",
-                stages[0]["gathered"] + stages[0]["reduced"],
-                sum(size for size in between.values() if size) or None,
-            )
-        )
+        here, held = stages[0], measured["memory"]
+        between = sum(measured["bytes"].get(f"{name}_dp_cp") or 0 for name in _BETWEEN_RANKS)
+        rows.append(("bytes from data-parallel ranks, a step", here["gathered"] + here["reduced"], between or None))
         for kind, parts in MEASURED_AS.items():
-            rows.append(
-                (f"bytes of {kind}", sum(stages[0]["memory"][part] for part in parts), measured["memory"].get(kind))
-            )
+            rows.append((f"bytes of {kind}", sum(here["memory"][part] for part in parts), held.get(kind)))
         return rows
 
     def facts(self) -> dict[str, Any]:
