@@ -137,19 +137,13 @@ class Ledger:
         """Context that counts what the forwards of `chunks` save for their backwards."""
         import torch
 
-        handles = [
-            module.register_forward_pre_hook(self._noting_parameters(chunk, module))
-            for chunk in chunks
-            for module in chunk.modules()
-            if module._parameters
-        ]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._parameters.clear()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._parameters.clear)
+            for chunk in chunks:
+                for module in (each for each in chunk.modules() if each._parameters):
+                    stack.enter_context(module.register_forward_pre_hook(self._noting_parameters(chunk, module)))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            yield
 
     def _noting_parameters(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
         """Hook that notes the storages of a module's parameters. A module whose own weight is None is given one from

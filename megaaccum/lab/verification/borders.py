@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,19 +52,17 @@ class Crossing:
 def watching(plan: Plan, groups: Groups, chunks: list[Any], scale: Callable[[], float]) -> Iterator[list[Crossing]]:
     """Record what this rank's chunks send and receive in one step, in the list that is entered. scale: the factor in
     gradients that arrive. Collective over the pipeline."""
-    watch, handles = _Watch(plan, groups, scale), []
-    if plan.layout.num_stages > 1 and groups.collection.cp.size() == 1:
-        after = _last_layers(plan, groups, chunks)
-        for stage, chunk in zip(plan.layout.stages(torch.distributed.get_rank()), chunks, strict=True):
-            if stage in after:
-                handles.append(chunk.register_forward_hook(watch.sending(stage, after[stage])))
-            if stage - 1 in after:
-                handles.append(_Receiving(chunk, watch.receiving(stage, after[stage - 1])))
-    try:
+    watch = _Watch(plan, groups, scale)
+    with ExitStack() as stack:
+        if plan.layout.num_stages > 1 and groups.collection.cp.size() == 1:
+            after = _last_layers(plan, groups, chunks)
+            for stage, chunk in zip(plan.layout.stages(torch.distributed.get_rank()), chunks, strict=True):
+                if stage in after:
+                    stack.enter_context(chunk.register_forward_hook(watch.sending(stage, after[stage])))
+                if stage - 1 in after:
+                    chunk.set_input_tensor = watch.receiving(stage, after[stage - 1], chunk.set_input_tensor)
+                    stack.callback(delattr, chunk, "set_input_tensor")
         yield watch.found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Watch:
@@ -83,12 +81,13 @@ class _Watch:
 
         return hook
 
-    def receiving(self, stage: int, after: str) -> Callable[[Any], None]:
-        """A function that takes the argument of `set_input_tensor`."""
+    def receiving(self, stage: int, after: str, take: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A function in place of `take`, a chunk's `set_input_tensor`."""
         numbers = itertools.count()
 
         def note(given: Any) -> None:
             self._note(given[0] if isinstance(given, list) else given, next(numbers), after, stage, RECEIVED, SENT)
+            take(given)
 
         return note
 
@@ -102,22 +101,6 @@ class _Watch:
         self.found.append(crossing(way, False, tensor))
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: self.found.append(crossing(back, True, grad / self._scale())))
-
-
-class _Receiving:
-    """Calls `note` with the tensor that a chunk receives from another stage."""
-
-    def __init__(self, chunk: Any, note: Any):
-        self._chunk, taken = chunk, chunk.set_input_tensor
-
-        def noting(tensor: Any) -> None:
-            note(tensor)
-            taken(tensor)
-
-        chunk.set_input_tensor = noting
-
-    def remove(self) -> None:
-        del self._chunk.set_input_tensor
 
 
 def _last_layers(plan: Plan, groups: Groups, chunks: list[Any]) -> dict[int, str]:
@@ -148,16 +131,11 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
 
         return hook
 
-    handles = [
-        module.register_forward_hook(note(name.removeprefix("module.")))
-        for name, module in model.named_modules()
-        if _LAYER.fullmatch(name)
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if _LAYER.fullmatch(name):
+                stack.enter_context(module.register_forward_hook(note(name.removeprefix("module."))))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # --- the first that is wrong ------------------------------------------------------------------------------------------

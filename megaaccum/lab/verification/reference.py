@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -420,9 +420,7 @@ def _outputs_of(model: torch.nn.Module) -> Iterator[list[tuple[str, list[torch.T
 
         return hook
 
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_hook(note(name)))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
