@@ -146,11 +146,8 @@ def answer_for_cuda() -> None:
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         # Megatron makes groups and random states only if it counts a device.
-        count, cuda.device_count = cuda.device_count, lambda: 1
-        try:
+        with replaced(cuda, device_count=lambda: 1):
             return initialize(*args, **(kwargs | {"allow_no_cuda": True}))
-        finally:
-            cuda.device_count = count
 
     training.initialize_megatron = initialize_megatron
     training.initialize_megatron.on_cpu = True
