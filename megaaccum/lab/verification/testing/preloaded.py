@@ -24,10 +24,18 @@ WHAT_RANKS_IMPORT = (
     "megaaccum.sharding.streaming",
 )
 
+WHERE_THERE = (
+    "pytest",  # by the file of a test, which holds what its ranks call
+    "transformers.models.auto.modeling_auto",  # by chat templates and models of others, 0.8 s with the next two
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)
+
 preload.libraries()
 with plots.quiet():
     for name in WHAT_RANKS_IMPORT:
         importlib.import_module(name)
-with contextlib.suppress(ImportError):  # by the file of a test, which holds what its ranks call
-    importlib.import_module("pytest")
+for name in WHERE_THERE:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 preload.freeze_objects()
