@@ -124,7 +124,7 @@ def memory_errors(rows: list[Row], runtime_gib: float, fragmentation: float) -> 
     usage = Usage(runtime_bytes=runtime_gib * GIB, fragmentation=fragmentation)
     models = [frameworks.memory_model(row, usage) for row in rows]
     predicted = np.array([model.peak(layout).total[0] for model, layout in models])
-    return predicted / np.array([row.number("mem_value") * GIB for row in rows]) - 1
+    return predicted / np.array([frameworks.measured_bytes(row) for row in rows]) - 1
 
 
 def with_constants(hardware: Hardware, constants: dict[str, float]) -> Hardware:

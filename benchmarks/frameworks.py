@@ -17,6 +17,7 @@ from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layo
 from megaaccum.lab.planner.memory import MemoryModel, StageSource, Usage
 from megaaccum.lab.planner.stages import Stage, make_stages
 from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software
+from megaaccum.units import GIB
 
 PIPELINES = {
     "none": "none",
@@ -139,7 +140,7 @@ def states_of(row: Row) -> StateBytes:
         return StateBytes(param=0, grad=0, unit_param=2, unit_grad=4, **shards)
     if "no reshard" in sharding:
         return StateBytes(param=2, grad=4, grad_shard=4, optimizer_shard=12)
-    if framework.startswith("Megatron-Bridge"):
+    if framework.startswith("Megatron-Bridge") or row.source.startswith("zero_bubble"):  # BF16; --fp16
         return StateBytes(param=2, grad=2, optimizer_shard=12)
     return StateBytes(param=2, grad=4, optimizer_shard=12)
 
@@ -189,6 +190,17 @@ def has_short_ends(row: Row) -> bool:
     return row.source.startswith("zero_bubble")
 
 
+def _counts_allocated(row: Row) -> bool:
+    """Runs whose code prints what tensors hold at most, in 10^9 bytes: Megatron-Bridge (train_utils.py,
+    report_memory), and the zero-bubble schedules (runtime.py)."""
+    return row.text("mem_unit") == "GB" and row.text("framework").startswith(("Megatron-Bridge", "Megatron-LM fork"))
+
+
+def measured_bytes(row: Row) -> float:
+    """The published peak. Other tools that say GB count in binary."""
+    return row.number("mem_value") * (1e9 if _counts_allocated(row) else GIB)
+
+
 def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
     """The planner's memory model and layouts of a row, with the constants of its hardware."""
     model, vocab_size = model_of(row)
@@ -196,7 +208,7 @@ def memory_model(row: Row, usage: Usage) -> tuple[MemoryModel, Layouts]:
     if row.text("precision") == "" and row.source.startswith("zero_bubble"):
         model.attention_dropout = model.hidden_dropout = 0.1
     on_device = "nvidia-smi" in row.text("mem_kind")
-    if row.text("mem_kind") == "allocated":
+    if row.text("mem_kind") == "allocated" or _counts_allocated(row):
         usage = replace(usage, fragmentation=0.0)
     # An allocator's peak knows nothing of the context; DeepSpeed's two buckets of 5e8 elements are in both.
     buckets = 2 * 5e8 * 2 if row.text("framework") == "Megatron-DeepSpeed" else 0.0

@@ -30,7 +30,6 @@ from benchmarks.cards import korthikanti, read_cards, read_simumax
 from benchmarks.published import LeftOut, Row, read
 from benchmarks.timing import Predictor, cases_of, in_fit_half
 from megaaccum.lab.planner.hardware import load_hardware
-from megaaccum.units import GIB
 
 TABLES: dict[str, tuple[str, Callable[[Path], list[Row]]]] = {
     "memory": ("measured_memory.csv", read),
@@ -126,7 +125,7 @@ def compare_memory(rows: list[Row]) -> Result:
     compared, left = [], []
     for row in rows:
         try:
-            measured = row.number("mem_value") * GIB  # tools that say GB here count in binary
+            measured = frameworks.measured_bytes(row)
             hardware = load_hardware(frameworks.hardware_name(row))
             model, layout = frameworks.memory_model(row, hardware.usage)
             predicted = float(model.peak(layout).total[0])

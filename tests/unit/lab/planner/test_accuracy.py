@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import planner_accuracy
-from benchmarks.frameworks import layout_of
+from benchmarks.frameworks import layout_of, measured_bytes, memory_model, states_of
 from benchmarks.published import LeftOut, Row, model_of
 from benchmarks.timing import cases_of, in_fit_half
+from megaaccum.lab.planner.memory import Usage
+from megaaccum.units import GIB
 
 RUN: dict[str, Any] = dict(
     row_id="mine-001", source_set="mine", model="Llama3-8B", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8,
@@ -74,6 +76,28 @@ def test_the_page_has_every_source_in_both_halves(tmp_path: Path) -> None:
     assert cells[7].startswith(names[-1])
     assert "the same run took 0.12 of it" in cells[8]
     assert "Calculon: 3.65 %" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "share"),
+    [
+        (dict(mem_unit="GB"), 1e9, 0.0),  # Megatron-Bridge prints what tensors hold, over 10^9
+        (dict(mem_unit="GB", framework="Megatron-LM fork"), 1e9, 0.0),
+        (dict(mem_unit="GB", framework="Megatron-DeepSpeed", mem_kind="nvidia-smi"), GIB, 0.06),
+        (dict(mem_unit="GiB", framework="torchtitan FSDP"), GIB, 0.06),
+    ],
+)
+def test_a_peak_is_read_in_the_unit_and_kind_that_its_program_prints(
+    values: dict[str, Any], unit: float, share: float
+) -> None:
+    one = row(**values)
+    assert measured_bytes(one) == 40 * unit
+    assert memory_model(one, Usage(fragmentation=0.06))[0].usage.fragmentation == share
+
+
+def test_zero_bubble_ran_in_fp16_whose_gradients_stay_so() -> None:
+    assert states_of(row(source_set="zero_bubble_table4", framework="Megatron-LM fork")).grad == 2
+    assert states_of(row(framework="Megatron-LM")).grad == 4
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
