@@ -43,7 +43,7 @@ TWO = [Case(2, keys) for keys in (
     f"{PP2} {VPP2} --num_chunks 6 {FULL}", f"{PP2} --virtual_pipeline_model_parallel_size 4 --num_chunks 4 {LLAMA}",
     f"{TP2} --num_chunks 2", f"{TP2} {SP} --num_chunks 2", f"{TP2} {SP} --num_chunks 2 {LLAMA} {FULL}",
     f"{TP2} {SP} --num_chunks 2 {SELECTIVE}", "--num_chunks 2 --zero_stage 3", "--num_chunks 2 --zero_stage 1",
-    f"{PP2} --num_chunks 2 --ga 2 --flush merged",
+    f"{PP2} --num_chunks 2 --ga 2 --flush merged", f"{TP2} {SP} --num_chunks 2 {FUSED} {LLAMA} --num_query_groups 1",
 )]  # fmt: skip
 PP4 = "--pipeline_model_parallel_size 4 --num_chunks 8"
 FOUR = [Case(4, keys) for keys in (

@@ -87,6 +87,14 @@ def gathered_input(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
     return np.where((at.sequence_parallel > 0) & (at.tp > 1), whole, 0.0)
 
 
+def regrouped(model: ModelConfig, at: Layouts) -> Any:
+    """Elements of the product of queries, keys and values that Megatron gathers over tp and slices if there are fewer
+    query groups than tp ranks (Attention.get_query_key_value_tensors), else 0. Values are views that hold it whole."""
+    groups = model.num_query_groups or model.num_attention_heads
+    width = (model.num_attention_heads + 2 * groups) * (model.kv_channels or 0)
+    return np.where((at.tp > groups) & (not model.multi_latent_attention), tokens(model, at) * width, 0.0)
+
+
 def layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> LayerBytes:
     """Everything that one layer keeps without recompute."""
     whole = tokens(model, at) * whole_share(at)
@@ -119,7 +127,8 @@ def _local_layer(model: ModelConfig, at: Layouts, kernels: Kernels, whole: Any, 
         rotation = 4 * model.seq_length * (model.kv_channels or 0) * element
         # A cut sequence gathers keys and values of all of it, and which of its positions each token attends to.
         far = np.where(at.cp > 1, t * (at.cp * 2 * groups / at.tp + model.seq_length) * element, 0.0)
-        attention = whole * hidden * element + t * inside / at.tp + rotation + far
+        again = regrouped(model, at) * (1 - 1 / at.tp) * element
+        attention = whole * hidden * element + t * inside / at.tp + rotation + far + again
     per_score = max(4.0, element) + element * (2 if model.attention_dropout else 1)
     scores = t * model.seq_length * model.num_attention_heads / at.tp * per_score + float(model.seq_length) ** 2
     gated = 3 if kernels.on_gpu and model.bias_swiglu_fusion else 5
@@ -140,7 +149,7 @@ def _attention(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
         return _latent_attention(model, at, kernels)
     queries, groups = heads * (model.kv_channels or 0), (model.num_query_groups or 0) * (model.kv_channels or 0)
     kept = t * hidden * whole_share(at) * kernels.saved_input
-    kept = kept + t * (queries + 2 * groups) * kernels.element / at.tp
+    kept = kept + (t * (queries + 2 * groups) / at.tp + regrouped(model, at) * (1 - 1 / at.tp)) * kernels.element
     if model.position_embedding_type == "rope":
         # Rotated queries and keys are new tensors, and the values, a view, hold the product that all three are cut of.
         kept = kept + t * (queries + groups) * kernels.element / at.tp

@@ -10,6 +10,7 @@ import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import comm, compute, pipeline
+from megaaccum.lab.planner.activations import regrouped
 from megaaccum.lab.planner.activations import tokens as tokens_of
 from megaaccum.lab.planner.comm import Group
 from megaaccum.lab.planner.compute import Gemm
@@ -271,7 +272,10 @@ class TimeModel:
         model, links, soft = self.model, self.hardware.links, self.software
         size = tokens_of(model, at) * model.hidden_size * 2.0
         reductions = 1 if moe else 2
-        talk = soft.tp_exposed * reductions * comm.all_reduce(size, Group.strided(at.tp, 1, links), links)
+        tensor = Group.strided(at.tp, 1, links)
+        talk = soft.tp_exposed * reductions * comm.all_reduce(size, tensor, links)
+        product = regrouped(model, at) * 2.0
+        talk = talk + np.where(product > 0, comm.gather(product, tensor, links), 0.0)
         if moe:
             group = Group.strided(at.ep, at.etp, links)
             share = np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
@@ -289,7 +293,7 @@ class TimeModel:
         if model.multi_latent_attention:  # keys and values are sent as heads, not as the latent
             width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
             heads = model.num_attention_heads
-        size = tokens_of(model, at) * heads * width * 2.0 / at.tp
+        size = tokens_of(model, at) * np.maximum(heads / at.tp, 1) * width * 2.0
         group = Group.strided(at.cp, at.tp, links)
         hop = comm.latency(group, links) + size / comm.bandwidth(group, links)
         busy = compute.attention_seconds(model, at, self.hardware.device, flash=self.software.flash) / at.cp

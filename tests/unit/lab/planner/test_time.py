@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaaccum.lab.planner import comm, compute
+from megaaccum.lab.planner import activations, comm, compute
 from megaaccum.lab.planner.comm import Group, Links
 from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.hardware import load_hardware, names
@@ -131,6 +131,17 @@ def test_tensor_parallelism_over_nodes_is_what_it_costs() -> None:
     rows = [dict(tp=tp, pp_microbatches=8, sequence_parallel=1) for tp in (8, 16)]
     inside, across = model.step(from_rows(rows)).exposed
     assert across > 3 * inside
+
+
+def test_fewer_query_groups_than_ranks_gather_their_product() -> None:
+    """Megatron gathers queries, keys and values of all heads in each pass and cuts the rank's own out of them."""
+    row = from_rows([dict(tp=8, pp_microbatches=8, sequence_parallel=1)])
+    few, enough = (time_model(num_query_groups=groups) for groups in (2, 8))
+    product = 4096 * (32 + 2 * 2) * 128
+    assert activations.regrouped(few.model, row)[0] == product and activations.regrouped(enough.model, row)[0] == 0
+    once = comm.gather(2.0 * product, Group(8, 8), few.hardware.links)
+    more = few.step(row).exposed[0] - enough.step(row).exposed[0]
+    assert more == pytest.approx(8 * 8 * 2 * float(once))
 
 
 # --- context and expert parallelism ----------------------------------------------------------------------------------
