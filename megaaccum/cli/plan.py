@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    fixed = parse_axes(args.fix) | ({} if args.schedule is None else {"schedule": args.schedule})
+    fixed = parse_axes(args.fix) | parse_axes("" if args.schedule is None else f"schedule={args.schedule}")
     limits = Limits(fixed=fixed, max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)
@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _gpus(args: argparse.Namespace, config: Config) -> tuple[int, int | None]:
     """(GPUs in all, GPUs of a node if that is said)."""
+    if args.gpus_per_node is not None and args.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node {args.gpus_per_node}: a node has at least 1.")
     if args.hostfile is None:
         known = config.run.world_size or config.run.nproc_per_node or 0
         return known if args.gpus is None else args.gpus, args.gpus_per_node

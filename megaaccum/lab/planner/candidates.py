@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -74,7 +74,7 @@ class Candidates:
         return from_rows(rows)
 
     def _rows(self) -> Iterator[dict[str, int]]:
-        for tp, cp, pp in self._grids():
+        for tp, cp, pp in self.grids():
             dp = self.world_size // (tp * cp * pp)
             if not self.limits.allows("dp", dp) or self.global_batch_size % dp:
                 continue
@@ -105,7 +105,7 @@ class Candidates:
         modules = set(self.model.recompute_modules or ["core_attn"])
         return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
 
-    def _grids(self) -> Iterator[tuple[int, int, int]]:
+    def grids(self) -> Iterator[tuple[int, int, int]]:
         """(tp, cp, pp) that divide the world and the model."""
         for tp in self._tensor_sizes():
             for cp in self._context_sizes(tp):
@@ -186,9 +186,17 @@ class Candidates:
 
     def _nothing_legal(self) -> str:
         """Why no layout is legal: the first axis that leaves none, and what would."""
-        if not list(self._grids()):
+        grids = list(self.grids())
+        if not grids:
             return self._no_grid()
-        fitting = [self.world_size // (tp * cp * pp) for tp, cp, pp in self._grids()]
+        cut = {pp for _, _, pp in grids if next(iter(self._schedules(pp)), None)}
+        if not cut:
+            return (
+                f"no schedule cuts {self.model.num_layers} layers over a legal pipeline size"
+                f" ({_some(pp for _, _, pp in grids)}) and keeps {self._told()}: at most three stages have"
+                " a layer less than the others."
+            )
+        fitting = [self.world_size // (tp * cp * pp) for tp, cp, pp in grids if pp in cut]
         if all(self.global_batch_size % dp for dp in fitting):
             near = sorted({n for dp in fitting for n in nearest_multiples(self.global_batch_size, dp)})
             near.sort(key=lambda n: abs(n - self.global_batch_size))
@@ -196,22 +204,19 @@ class Candidates:
                 f"global_batch_size {self.global_batch_size} divides over no data-parallel size that"
                 f" {self.world_size} GPUs allow ({_some(fitting)}): set it to {either(sorted(near[:2]))}."
             )
+        fill = "2 * pp" if self.least_fill > 1 else "pp"
+        flushes = (self.least_fill * pp if pp > 1 else 1 for _, _, pp in grids if pp in cut)
+        least = min(map(math.prod, zip(fitting, flushes, strict=True)))
         return (
-            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the"
-            f" {'2 * ' if self.least_fill > 1 else ''}pp micro-batches that a pipeline of pp ranks needs, and keeps"
-            f" {self._told()}: raise global_batch_size, or leave one of these open."
+            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the {fill}"
+            f" micro-batches that a pipeline of pp ranks needs, and keeps {self._told()}: raise global_batch_size"
+            f"{f' to {least}' if self.global_batch_size < least else ''}, or leave one of these open."
         )
 
     def _no_grid(self) -> str:
-        tensor = list(self._tensor_sizes())
-        if not tensor:
-            legal = [tp for tp in divisors(self.gpus_per_node) if not any(width % tp for width in self._widths())]
-            return (
-                f"no tensor_model_parallel_size divides the model and {self.gpus_per_node} GPUs of a node under"
-                f" {self._told()}: legal ones are {_some(legal)}."
-            )
-        sizes = [pp for tp in tensor for pp in divisors(self.world_size // tp) if pp <= self.model.num_layers + 2]
-        return f"no layout of {self.world_size} GPUs keeps {self._told()}: legal pipeline sizes are {_some(sizes)}."
+        every = zip(*replace(self, limits=Limits()).grids(), strict=True)
+        legal = "; ".join(f"{axis} {_some(sizes)}" for axis, sizes in zip(("tp", "cp", "pp"), every, strict=True))
+        return f"no layout of {self.world_size} GPUs keeps {self._told()}: legal are {legal}."
 
     def _told(self) -> str:
         bounds = {f"max_{a}": getattr(self.limits, f"max_{a}") for a in ("tp", "pp", "cp")}

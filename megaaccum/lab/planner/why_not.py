@@ -15,7 +15,7 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.candidates import AXES, Limits, schedules
 from megaaccum.lab.planner.layout_config import put, set_aside
-from megaaccum.lab.planner.layouts import short_name
+from megaaccum.lab.planner.layouts import RECOMPUTE, SYNC_MODES, short_name
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
@@ -33,14 +33,17 @@ def parse_axes(text: str) -> dict[str, Any]:
     """'tp=4,pp=8,schedule=1f1b' as a dictionary.
 
     Raises:
-        ConfigError: something else is written, or an axis that does not exist.
+        ConfigError: something else is written, or an axis or a name that does not exist.
     """
+    legal = dict(recompute=RECOMPUTE, schedule=schedules(), sync=SYNC_MODES)
     wanted: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals or name not in AXES or not value:
             raise ConfigError(f"{part!r} must read axis=value, with an axis of {', '.join(AXES)}.")
-        if name in ("recompute", "schedule", "sync"):
+        if name in legal:
+            if value not in legal[name]:
+                raise ConfigError(f"{part!r}: {name} must be one of {', '.join(legal[name])}.")
             wanted[name] = value
         elif value.isdecimal() and int(value) >= 1:
             wanted[name] = int(value)
@@ -81,6 +84,9 @@ def _place(ranked: Ranked, index: int, named: str, rank: str) -> str:
         f" {gib:.1f} GiB and {total:.3g} s per step, where the first, {_told(first)}, takes {best_gib:.1f} GiB and"
         f" {best:.3g} s. Time: {time} {seconds:+.3g} s; memory: {kind} {size / GIB:+.3g} GiB."
     )
+    better = (ranked.time.total <= total) & (ranked.memory.total <= ranked.memory.total[index])
+    if (above := int(np.argmax(better))) < min(index, ranked.num_unbeaten):
+        return f"{text} {_told(ranked.name_of(above))} beats it in both."
     if rank == "default" and total <= NEAR_FASTEST * ranked.time.total.min():
         more = [f"{axis} {here[axis]}, not {first[axis]}" for axis in _WISHES if here[axis] != first[axis]]
         text += f" In time both count as equal, and less wins: {', '.join(more)}." if more else ""
@@ -109,9 +115,6 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
             f"tensor_model_parallel_size {wanted['tp']} is more than the {per_node} GPUs of a node: its all-reduces in"
             f" every layer would cross the network; set it to at most {per_node}."
         )
-    name = wanted.get("schedule")
-    if name is not None and name not in schedules():
-        return f"schedule {name} is none that is planned: {', '.join(schedules())}."
     config = _with_keys(workload.config, wanted)
     try:
         resolve(config, world_size=workload.world_size)

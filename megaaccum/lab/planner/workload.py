@@ -51,6 +51,11 @@ class Workload:
     global_batch_size: int
 
     @property
+    def seq_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.model.seq_length
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
         return self.global_batch_size * self.model.seq_length
@@ -132,6 +137,11 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         problems.append(
             "global_batch_size is required to plan: it is what the layouts divide; add it to the file, or give"
             " --global_batch_size on the command line (tokens per step / seq_length)."
+        )
+    for name in sorted({"hybrid_layer_pattern", "experimental_attention_variant"} & config.megatron.keys()):
+        problems.append(
+            f"{name}: the planner knows no costs of such layers; choose a layout in the file, which `megaaccum check`"
+            " judges."
         )
     if world_size < 1:
         problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile, or the key world_size.")

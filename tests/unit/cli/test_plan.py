@@ -227,6 +227,11 @@ def test_a_hostfile_says_gpus_and_nodes(capsys: pytest.CaptureFixture[str], tmp_
     assert "[4, 8] slots" in err
 
 
+def test_a_node_without_gpus_and_a_schedule_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpus-per-node 0: a node has at least 1" in run(capsys, *PLAN, "--gpus-per-node", "0")[2]
+    assert "schedule must be one of none, 1f1b" in run(capsys, *PLAN, "--schedule", "pipedream")[2]
+
+
 def test_the_planner_imports_no_torch() -> None:
     script = (
         "import sys; from megaaccum import cli;"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,7 +220,7 @@ def test_every_rule_of_the_space(ranked: Ranked) -> None:
 
 def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
     fixed = Limits(fixed=dict(cp=1, tp=8, pp=16))
-    with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches"):
+    with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches .* raise global_batch_size to 64, or"):
         search(workload(gpus=256, global_batch_size=32), fixed)
     work = workload(gpus=256, global_batch_size=32, allow_underfilled_pipeline=True)
     found = search(work, fixed)
@@ -285,9 +286,18 @@ def test_a_batch_that_nothing_divides_is_told_the_nearest() -> None:
     assert "set it to 504 or 512" in text
 
 
-def test_a_tensor_size_that_does_not_divide_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"legal ones are 1, 2, 4, 8"):
-        search(workload(), Limits(fixed=dict(tp=3)))
+def test_a_batch_is_told_what_it_lacks_though_a_pipeline_that_cannot_be_cut_would_take_it() -> None:
+    """24 layers have no split over 7 stages: the batch has to divide over 7 replicas."""
+    with pytest.raises(ConfigError, match=r"data-parallel size that 7 GPUs allow \(7\): set it to 63 or 70"):
+        search(workload(gpus=7, num_layers=24, global_batch_size=64))
+    with pytest.raises(ConfigError, match=r"no schedule cuts 24 layers over .* \(7\) and keeps pp=7"):
+        search(workload(gpus=7, num_layers=24, global_batch_size=64), Limits(fixed=dict(pp=7)))
+
+
+def test_a_size_that_does_not_divide_is_told() -> None:
+    for fixed in (dict(tp=3), dict(cp=3), dict(pp=3)):
+        with pytest.raises(ConfigError, match=r"legal are tp 1, 2, 4, 8; cp 1, 2, 4, 8; pp 1, 2, 4, 8, 16, 32\."):
+            search(workload(), Limits(fixed=fixed))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +308,6 @@ def test_a_tensor_size_that_does_not_divide_is_told() -> None:
         ("pp=5", "world size 64 is not divisible by"),
         ("pp=8,vpp=5", "num_layers 32 is not divisible by"),
         ("tp=8,pp=8,ga=3", "grad_accum_steps"),
-        ("schedule=pipedream", "schedule pipedream is none that is planned: none, "),
         ("tp=1,pp=1,cp=1,mbs=8,recompute=none", "is legal: no layout fits"),
         ("tp=8,pp=8", "fits, and its fastest layout, tp8pp8"),
     ],
@@ -335,16 +344,32 @@ def test_why_not_of_a_file_with_recomputed_modules_names_the_axis_alone(ranked: 
 
 
 def test_why_not_of_a_layout_that_counts_as_equal_names_what_is_less(ranked: Ranked) -> None:
-    text = why_not(ranked.workload, dict(cp=2), Limits(), ranked, rank="default")
-    assert "In time both count as equal, and less wins: cp 2, not 1" in text
+    text = why_not(ranked.workload, dict(tp=2), Limits(), ranked, rank="default")
+    assert "In time both count as equal, and less wins: tp 2, not 1" in text
 
 
-@pytest.mark.parametrize("text", ["nope=1", "tp", "tp=", "tp=0", "tp=two"])
+def test_why_not_of_a_beaten_layout_names_the_one_that_beats_it(ranked: Ranked) -> None:
+    """And not that it has less of something, though in time both count as equal."""
+    near = ranked.time.total <= NEAR_FASTEST * ranked.time.total.min()
+    index = next(i for i in range(ranked.num_unbeaten, len(ranked)) if near[i])
+    text = why_not(ranked.workload, ranked.name_of(index), Limits(), ranked, rank="default")
+    assert text.endswith(" beats it in both.") and "less wins" not in text
+
+
+def test_layers_without_costs_are_not_planned() -> None:
+    config = copy.deepcopy(workload().config)
+    config.megatron["hybrid_layer_pattern"] = "M*-"
+    with pytest.raises(ConfigError, match="hybrid_layer_pattern: the planner knows no costs"):
+        make_workload(config, world_size=64, hardware=load_hardware("h100"))
+
+
+@pytest.mark.parametrize("text", ["nope=1", "tp", "tp=", "tp=0", "tp=two", "schedule=pipedream", "recompute=some"])
 def test_axes_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{text}'"):
         parse_axes(text)
     assert parse_axes("tp=4, recompute=full") == {"tp": 4, "recompute": "full"}
-    assert set(parse_axes(",".join(f"{a}=1" for a in AXES))) == set(AXES)
+    names = dict(recompute="full", schedule="1f1b", sync="streaming")
+    assert set(parse_axes(",".join(f"{a}={names.get(a, 1)}" for a in AXES))) == set(AXES)
 
 
 def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
