@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from zlib import crc32
 
 import numpy as np
@@ -12,7 +12,7 @@ from benchmarks import frameworks
 from benchmarks.published import LeftOut, Row, model_of
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.hardware import Hardware
-from megaaccum.lab.planner.layouts import Layouts, concatenate
+from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.time import Software, TimeModel
 
 
@@ -62,7 +62,7 @@ class Predictor:
         for index, case in enumerate(cases):
             groups.setdefault(case.key, []).append(index)
         self.cases = cases
-        self._groups = [(np.array(rows), concatenate([cases[i].layout for i in rows])) for rows in groups.values()]
+        self._groups = [(np.array(rows), _joined([cases[i].layout for i in rows])) for rows in groups.values()]
 
     def seconds(self, hardware: Callable[[str], Hardware]) -> np.ndarray:
         """Predicted seconds of every case."""
@@ -78,6 +78,10 @@ class Predictor:
             )
             out[rows] = model.step(layouts).total
         return out
+
+
+def _joined(parts: list[Layouts]) -> Layouts:
+    return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})
 
 
 def in_fit_half(row: Row) -> bool:

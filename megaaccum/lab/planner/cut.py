@@ -91,9 +91,8 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     named = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     hop = float(np.ravel(work.time_model(work.memory_model()).hop_seconds(at))[0])
     costs, memory = profile.costs(_with_ends(layers), p2p=hop), Memory.counted(pp * vpp, chunks=vpp)
-    problem = Problem(
-        costs, stages=named.stages, num_microbatches=m, memory=memory, limit=max(memory.peaks(named))
-    )  # fmt: skip
+    limit = max(memory.peaks(named))
+    problem = Problem(costs, stages=named.stages, num_microbatches=m, memory=memory, limit=limit)
     found = search_order(problem, start=[named], iterations=ORDERS, seed=0, name=name)
     gain = simulate(named, costs).makespan - simulate(found.schedule, costs).makespan
     return float(ranked.time.total[index]) - max(0.0, gain)

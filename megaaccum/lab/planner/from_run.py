@@ -34,9 +34,8 @@ def fitted_to(workload: Workload, path: str, *, file: str | os.PathLike[str] | N
     if not measured:
         raise ConfigError(f"--from-run {path}: no step after the first was measured; give the receipt of a longer run.")
     ran = receipts.config_of(receipt)
-    run = replace(
-        workload, config=ran, model=ran.model, sharding=ran.sharding, world_size=receipt["plan"]["layout"]["world_size"]
-    )  # fmt: skip
+    size = receipt["plan"]["layout"]["world_size"]
+    run = replace(workload, config=ran, model=ran.model, sharding=ran.sharding, world_size=size)
     predicted = float(run.time_model(run.memory_model()).step(from_rows([_row(receipt, ran, path)])).total[0])
     source = f"everything {measured / predicted:.3g} times as long, as {path} measured"
     name = workload.hardware.name

@@ -136,9 +136,7 @@ def microbatch_of(plan: Plan, vocab_size: int) -> dict[str, torch.Tensor]:
 
 def bytes_per_element(plan: Plan, ranks: int) -> float:
     """Bytes of a parameter with its gradient and optimizer state, whole ones and shards over `ranks`."""
-    mode = chosen(plan)
-    each = state_bytes(mode if mode.sync == "streaming" else dataclasses.replace(mode, sync="resident"),
-                       plan.config.sharding)  # fmt: skip
+    each = state_bytes(chosen(plan), plan.config.sharding)
     whole = each.param + each.grad + each.optimizer
     return whole + (each.param_shard + each.grad_shard + each.optimizer_shard) / ranks
 

@@ -157,9 +157,3 @@ def row_of(at: RankLayout, batch: BatchPlan, config: Config) -> dict[str, int]:
         zero_stage=sharding.zero_stage,
         sequence_parallel=int(config.parallel.sequence_parallel),
     )
-
-
-def concatenate(parts: Iterable[Layouts]) -> Layouts:
-    """The rows of all parts, in order."""
-    parts = list(parts)
-    return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})

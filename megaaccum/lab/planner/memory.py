@@ -248,18 +248,15 @@ class MemoryModel:
         of_owners = self.at_owners or self.soap
         totals["optimizer"] -= self.second_moment * self._shard(at, matrices) * (2 if of_owners else 1)
         if self.soap:
-            owned = self._soap_mean(at, chunks) if self.most_owned is None else self.most_owned(chunks)
-            totals["optimizer"] += 4 * owned
+            every = sum(each.soap_elements for each in stage_matrices(self.model, chunks))
+            mean = every / (at.tp * at.cp * at.dp)
+            totals["optimizer"] += 4 * (mean if self.most_owned is None else self.most_owned(chunks))
         elif self.at_owners:
             mean = matrices.plain / (at.dp * at.cp) + matrices.expert / at.edp
             owned = zero + (mean if self.most_owned is None else self.most_owned(chunks))
             totals["optimizer"] += self.second_moment * owned
             totals["gradients"] += self.second_moment * owned * streams
         return totals
-
-    def _soap_mean(self, at: Layouts, chunks: list[Stage]) -> Any:
-        """Elements of SOAP's state of a rank in the mean over its stage."""
-        return sum(each.soap_elements for each in stage_matrices(self.model, chunks)) / (at.tp * at.cp * at.dp)
 
     def _partial_sums(self, at: Layouts, per: StateBytes, params: Elements) -> Any:
         """Upper bound of the bytes of partial sums (reproducible: layout), as if all gradients had their most at

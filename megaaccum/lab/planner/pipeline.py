@@ -134,14 +134,7 @@ def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
     """
     if pp == 1:
         return 0.0
-    return 2.0 if name in ("gpipe", "1f1b") else 0.2 * 2 * max(1, messages(name, pp=pp, vpp=vpp))
-
-
-def messages(name: str, *, pp: int, vpp: int) -> int:
-    """Activations that a rank sends on per micro-batch, forward: every chunk's output."""
-    if pp == 1:
-        return 0
-    return 2 if is_v_shaped(name) else vpp
+    return 2.0 if name in ("gpipe", "1f1b") else 0.2 * 2 * (2 if is_v_shaped(name) else vpp)
 
 
 # --- closed forms ----------------------------------------------------------------------------------------------------

@@ -25,14 +25,8 @@ def mfu(ranked: Ranked, index: int) -> float:
     """Model FLOPs of a step over what all GPUs could do in its seconds (PaLM, arXiv 2204.02311, appendix B)."""
     work = ranked.workload
     config = dataclasses.replace(work.config, model=work.model)
-    flops = step_flops(config, _Batch(work.global_batch_size, work.model.seq_length), vocab_size=work.vocab_size)
+    flops = step_flops(config, work, vocab_size=work.vocab_size)
     return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    global_batch_size: int
-    seq_length: int
 
 
 def tokens_per_second(ranked: Ranked, index: int) -> float:
@@ -180,9 +174,7 @@ _MEMORY_SOURCES = {
 
 def _memory_lines(ranked: Ranked, index: int) -> list[str]:
     memory = ranked.memory
-    lines = [
-        f"{kind:<12}{memory.by_kind[kind][index] / GIB:8.2f} GiB  {_MEMORY_SOURCES[kind]}" for kind in KINDS
-    ]  # fmt: skip
+    lines = [f"{kind:<12}{memory.by_kind[kind][index] / GIB:8.2f} GiB  {_MEMORY_SOURCES[kind]}" for kind in KINDS]
     return [
         f"pipeline rank {memory.rank[index]}, which holds {memory.in_flight[index]:.3g} micro-batches in flight",
         *lines,

@@ -143,9 +143,8 @@ def limit_of(plan: Plan, device_bytes: float | None = None) -> Limit | None:
     asked = plan.config.sharding.memory_gib
     if asked is not None:
         return Limit(asked * GIB, f"memory_gib {asked:g}")
-    return (
-        None if device_bytes is None else Limit(device_bytes, "free on the rank with the least; memory_gib outranks it")
-    )
+    source = "free on the rank with the least; memory_gib outranks it"
+    return None if device_bytes is None else Limit(device_bytes, source)
 
 
 def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: Layers | None = None) -> Plan:

@@ -317,9 +317,7 @@ class TimeModel:
         hiding = one.input_grad + one.weight_grad
         wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - hiding), 0.0)
         waits = wait_forward + wait_backward
-        return Pass(
-            one.forward + wait_forward, one.input_grad + wait_backward, one.weight_grad, one.exposed + waits
-        )  # fmt: skip
+        return Pass(one.forward + wait_forward, one.input_grad + wait_backward, one.weight_grad, one.exposed + waits)
 
     def _dp_group(self, at: Layouts) -> Group:
         return Group.strided(at.dp * at.cp, at.tp, self.hardware.links)
