@@ -68,12 +68,13 @@ class Candidates:
         Raises:
             ConfigError: there is none; the text says which number divides nothing, and the nearest that does.
         """
-        rows = list(self._rows())
+        rows = list(self.rows())
         if not rows:
             raise ConfigError(self._nothing_legal())
         return from_rows(rows)
 
-    def _rows(self) -> Iterator[dict[str, int]]:
+    def rows(self) -> Iterator[dict[str, int]]:
+        """Every legal layout as a row of `Layouts`."""
         for tp, cp, pp in self.grids():
             dp = self.world_size // (tp * cp * pp)
             if not self.limits.allows("dp", dp) or self.global_batch_size % dp:
@@ -186,16 +187,13 @@ class Candidates:
 
     def _nothing_legal(self) -> str:
         """Why no layout is legal: the first axis that leaves none, and what would."""
-        grids = list(self.grids())
-        if not grids:
-            return self._no_grid()
+        grids, text = list(self.grids()), f"no layout of {self.world_size} GPUs"
         cut = {pp for _, _, pp in grids if next(iter(self._schedules(pp)), None)}
         if not cut:
-            return (
-                f"no schedule cuts {self.model.num_layers} layers over a legal pipeline size"
-                f" ({_some(pp for _, _, pp in grids)}) and keeps {self._told()}: at most three stages have"
-                " a layer less than the others."
-            )
+            every = zip(*replace(self, limits=Limits()).grids(), strict=True)
+            legal = "; ".join(f"{axis} {_some(sizes)}" for axis, sizes in zip(("tp", "cp", "pp"), every, strict=True))
+            layers = f" and cuts {self.model.num_layers} layers into stages of which at most three are a layer short"
+            return f"{text} keeps {self._told()}{layers if grids else ''}: {self._released() or f'legal are {legal}'}."
         fitting = [self.world_size // (tp * cp * pp) for tp, cp, pp in grids if pp in cut]
         if all(self.global_batch_size % dp for dp in fitting):
             near = sorted({n for dp in fitting for n in nearest_multiples(self.global_batch_size, dp)})
@@ -204,19 +202,26 @@ class Candidates:
                 f"global_batch_size {self.global_batch_size} divides over no data-parallel size that"
                 f" {self.world_size} GPUs allow ({_some(fitting)}): set it to {either(sorted(near[:2]))}."
             )
-        fill = "2 * pp" if self.least_fill > 1 else "pp"
         flushes = (self.least_fill * pp if pp > 1 else 1 for _, _, pp in grids if pp in cut)
-        least = min(map(math.prod, zip(fitting, flushes, strict=True)))
+        least, text = min(map(math.prod, zip(fitting, flushes, strict=True))), f"{text} with global_batch_size"
+        if self.global_batch_size >= least:
+            open_one = self._released() or "leave one of these open"
+            return f"{text} {self.global_batch_size} keeps {self._told()}: {open_one}."
+        fill, more = "2 * pp" if self.least_fill > 1 else "pp", self._released()
         return (
-            f"no layout of {self.world_size} GPUs with global_batch_size {self.global_batch_size} has the {fill}"
-            f" micro-batches that a pipeline of pp ranks needs, and keeps {self._told()}: raise global_batch_size"
-            f"{f' to {least}' if self.global_batch_size < least else ''}, or leave one of these open."
+            f"{text} {self.global_batch_size} has the {fill} micro-batches that a pipeline of pp ranks needs, and keeps"
+            f" {self._told()}: raise global_batch_size to {least}{more and f', or {more}'}."
         )
 
-    def _no_grid(self) -> str:
-        every = zip(*replace(self, limits=Limits()).grids(), strict=True)
-        legal = "; ".join(f"{axis} {_some(sizes)}" for axis, sizes in zip(("tp", "cp", "pp"), every, strict=True))
-        return f"no layout of {self.world_size} GPUs keeps {self._told()}: legal are {legal}."
+    def _released(self) -> str:
+        """The legal values of the first fixed axis that has some with the others as they are."""
+        for axis in self.limits.fixed:
+            others = {name: value for name, value in self.limits.fixed.items() if name != axis}
+            if found := list(replace(self, limits=replace(self.limits, fixed=others)).rows()):
+                at = from_rows(found)
+                values = sorted({at.axes(index)[axis] for index in range(len(at))})
+                return f"of {axis} take {', '.join(map(str, values[:10]))}"
+        return ""
 
     def _told(self) -> str:
         bounds = {f"max_{a}": getattr(self.limits, f"max_{a}") for a in ("tp", "pp", "cp")}

@@ -35,7 +35,7 @@ def parse_axes(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: something else is written, or an axis or a name that does not exist.
     """
-    legal = dict(recompute=RECOMPUTE, schedule=schedules(), sync=SYNC_MODES)
+    legal = dict(recompute=RECOMPUTE, schedule=schedules(), sync=SYNC_MODES, zero=("1", "2", "3"))
     wanted: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
@@ -44,7 +44,7 @@ def parse_axes(text: str) -> dict[str, Any]:
         if name in legal:
             if value not in legal[name]:
                 raise ConfigError(f"{part!r}: {name} must be one of {', '.join(legal[name])}.")
-            wanted[name] = value
+            wanted[name] = int(value) if name == "zero" else value
         elif value.isdecimal() and int(value) >= 1:
             wanted[name] = int(value)
         else:

@@ -290,14 +290,23 @@ def test_a_batch_is_told_what_it_lacks_though_a_pipeline_that_cannot_be_cut_woul
     """24 layers have no split over 7 stages: the batch has to divide over 7 replicas."""
     with pytest.raises(ConfigError, match=r"data-parallel size that 7 GPUs allow \(7\): set it to 63 or 70"):
         search(workload(gpus=7, num_layers=24, global_batch_size=64))
-    with pytest.raises(ConfigError, match=r"no schedule cuts 24 layers over .* \(7\) and keeps pp=7"):
+    with pytest.raises(ConfigError, match=r"keeps pp=7 and cuts 24 layers into .*: legal are tp 1; cp 1; pp 1, 7\."):
         search(workload(gpus=7, num_layers=24, global_batch_size=64), Limits(fixed=dict(pp=7)))
 
 
-def test_a_size_that_does_not_divide_is_told() -> None:
-    for fixed in (dict(tp=3), dict(cp=3), dict(pp=3)):
-        with pytest.raises(ConfigError, match=r"legal are tp 1, 2, 4, 8; cp 1, 2, 4, 8; pp 1, 2, 4, 8, 16, 32\."):
-            search(workload(), Limits(fixed=fixed))
+@pytest.mark.parametrize(
+    ("fixed", "legal"),
+    [
+        (dict(tp=3), "of tp take 1, 2, 4, 8"), (dict(cp=3), "of cp take 1, 2, 4, 8"), (dict(mbs=3), "of mbs take 1, 2"),
+        (dict(pp=1, schedule="zbv"), "of pp take 2, 4, 8, 16"), (dict(dp=5, tp=2), "of dp take 1, 2, 4, 8, 16, 32"),
+        (dict(ep=2), "of ep take 1."), (dict(vpp=5), "of vpp take 1, 2, 4, "),
+    ],
+)  # fmt: skip
+def test_an_axis_that_leaves_nothing_is_told_its_legal_values(fixed: dict[str, Any], legal: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(legal)):
+        search(workload(), Limits(fixed=fixed))
+    with pytest.raises(ConfigError, match=r"keeps max_tp=0: legal are tp 1, 2, 4, 8; cp 1, 2, 4, 8; pp 1, 2, 4, 8, 16"):
+        search(workload(), Limits(max_tp=0))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +372,9 @@ def test_layers_without_costs_are_not_planned() -> None:
         make_workload(config, world_size=64, hardware=load_hardware("h100"))
 
 
-@pytest.mark.parametrize("text", ["nope=1", "tp", "tp=", "tp=0", "tp=two", "schedule=pipedream", "recompute=some"])
+@pytest.mark.parametrize(
+    "text", ["nope=1", "tp", "tp=", "tp=0", "tp=two", "schedule=pipedream", "recompute=some", "zero=7"]
+)
 def test_axes_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{text}'"):
         parse_axes(text)
