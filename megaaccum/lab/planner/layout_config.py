@@ -34,10 +34,11 @@ def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
         pp_microbatches=at["dbs"] // at["mbs"],
         grad_accum_steps=at["ga"],
         global_batch_size=workload.global_batch_size,
-        zero_stage=at["zero"],
         sync=at["sync"],
         world_size=workload.world_size,
     )
+    if workload.sharding.backend == "deepspeed":
+        keys["zero_stage"] = at["zero"]
     if workload.model.num_experts is not None:
         keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
     if at["recompute"] == "full":

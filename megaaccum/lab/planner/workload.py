@@ -77,7 +77,7 @@ class Workload:
             world_size=self.world_size,
             gpus_per_node=self.hardware.links.gpus_per_node,
             global_batch_size=self.global_batch_size,
-            zero_stage=self.sharding.zero_stage,
+            zero_stage=self.sharding.zero_stage if self.sharding.backend != "ddp" else 0,
             limits=limits,
             fused_attention=self.layers.fused_attention,
             least_fill=1 if self.config.batch.allow_underfilled_pipeline else 2,
@@ -106,7 +106,7 @@ class Workload:
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 added_bytes=0.0 if fused else ADDED_BYTES,
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
-                sharded=self.sharding.backend == "deepspeed",
+                sharded=self.sharding.backend != "ddp",
                 in_runs=self.sharding.reproducible == "layout",
                 ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm,
                 fused_dispatch=flex,
@@ -203,7 +203,7 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *,
 def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
     """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
     name = sharding.backend
-    resident = [ShardingMode(backend=name, sync="resident", zero_stage=stage) for stage in (1, 2, 3)]
+    resident = [ShardingMode(backend=name, sync="resident", zero_stage=stage) for stage in range(4)]
     streaming = [ShardingMode(backend=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
     return resident + streaming
 

@@ -82,6 +82,20 @@ def test_every_emitted_plan_passes_check(name: str) -> None:
         assert batch.global_batch_size == found.workload.global_batch_size
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron", "ddp"])
+def test_every_backend_is_planned(backend: str) -> None:
+    """A ZeRO stage is DeepSpeed's key alone; torch DDP sums whole gradients and steps whole parameters."""
+    small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64)
+    found, zero = (search(workload(8, **small, backend=name), Limits(fixed=dict(tp=1, cp=1, pp=1)), rank="time")
+                   for name in (backend, "deepspeed"))  # fmt: skip
+    at = found.name_of(0)
+    assert "zero_stage" not in layout_config.planned_keys(found.workload, at)
+    assert layout_config.checked(found.workload, at).config.sharding.backend == backend
+    part, usual = (each.time.by_part["optimizer"][0] for each in (found, zero))
+    assert part == pytest.approx(usual * (8 if backend == "ddp" else 1))
+    assert ("streaming" in {found.name_of(index)["sync"] for index in range(len(found))}) == (backend == "fsdp2")
+
+
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:
     path = tmp_path / "configs" / "out.yaml"
     layout_config.write(ranked.workload, ranked.name_of(3), path, comment="the fourth")
