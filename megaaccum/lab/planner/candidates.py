@@ -205,8 +205,7 @@ class Candidates:
         flushes = (self.least_fill * pp if pp > 1 else 1 for _, _, pp in grids if pp in cut)
         least, text = min(map(math.prod, zip(fitting, flushes, strict=True))), f"{text} with global_batch_size"
         if self.global_batch_size >= least:
-            open_one = self._released() or "leave one of these open"
-            return f"{text} {self.global_batch_size} keeps {self._told()}: {open_one}."
+            return f"{text} {self.global_batch_size} keeps {self._told()}: {self._released() or 'leave one open'}."
         fill, more = "2 * pp" if self.least_fill > 1 else "pp", self._released()
         return (
             f"{text} {self.global_batch_size} has the {fill} micro-batches that a pipeline of pp ranks needs, and keeps"

@@ -91,14 +91,9 @@ def _memory_cells(ranked: Ranked, index: int) -> list[str]:
 
 
 def _time_cells(ranked: Ranked, index: int) -> list[str]:
-    total = float(ranked.time.total[index])
-    return [
-        f"{total:.3g}",
-        f"{ranked.time.bubble[index]:.1%}",
-        f"{ranked.time.exposed[index] / total:.1%}",
-        f"{mfu(ranked, index):.1%}",
-        f"{tokens_per_second(ranked, index):,.0f}",
-    ]
+    time, total = ranked.time, float(ranked.time.total[index])
+    shares = time.bubble[index], time.exposed[index] / total, mfu(ranked, index)
+    return [f"{total:.3g}", *(f"{each:.1%}" for each in shares), f"{tokens_per_second(ranked, index):,.0f}"]
 
 
 def as_json(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = None) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class TimeModel:
         passes = {kind: one * self.software.pace for kind, one in self.passes(at).items()}
         kinds = list(rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values())
         slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
-        mean = self._mean_pass(passes, at, pp)
+        pattern, further = expert_layers(self.model), self.model.mtp_num_layers or 0
+        whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=further)
+        mean = rank_pass(passes, [whole], len(at)) * (1 / pp)  # a rank's: what the pipeline fills and drains with
         m, e = at.num_microbatches, self.hardware.device.efficiency
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
@@ -200,12 +202,6 @@ class TimeModel:
         if self.model.num_experts is not None:
             passes["moe"] = self._layer(at, moe=True)
         return passes
-
-    def _mean_pass(self, passes: dict[str, Pass], at: Layouts, pp: int) -> Pass:
-        """A rank's pass on average: what the pipeline fills and drains with."""
-        pattern = expert_layers(self.model)
-        whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=self.model.mtp_num_layers or 0)
-        return rank_pass(passes, [whole], len(at)) * (1 / pp)
 
     def _layer(self, at: Layouts, *, moe: bool) -> Pass:
         """One transformer layer, one micro-batch."""
@@ -342,9 +338,7 @@ class TimeModel:
         collective = comm.gather if soft.sharded else comm.all_reduce
         grad_bytes = soft.grad_bytes * self._sums_sent(at)
         reduce = sum(collective(count * grad_bytes, group, links) for count, group in groups)
-        gather = sum(comm.gather(count * soft.param_bytes, group, links) for count, group in groups)
-        if not soft.sharded:
-            gather = 0.0 * reduce
+        gather = soft.sharded * sum(comm.gather(count * soft.param_bytes, group, links) for count, group in groups)
         if soft.grads_overlap:
             reduce = np.maximum(0.1 * reduce, reduce - 0.8 * (slowest.input_grad + slowest.weight_grad))
         if soft.params_overlap:

@@ -68,18 +68,14 @@ def stage_parameters(model: ModelConfig, stage: Stage, vocab_size: int, at: Rank
     total = total + _layer(model, True).on_rank(at) * stage.moe
     total = total + _prediction(model).on_rank(at) * stage.prediction
     if stage.embedding or stage.prediction:
-        total = total + Elements(table + _positions(model), 0)
+        learned = model.position_embedding_type == "learned_absolute"
+        total = total + Elements(table + learned * (model.max_position_embeddings or 0) * model.hidden_size, 0)
     if stage.head:
         tied = not model.untie_embeddings_and_output_weights
         total = total + Elements(0 if tied and stage.embedding else table, 0)
     if stage.final_norm:
         total = total + Elements(_norm(model), 0)
     return total
-
-
-def _positions(model: ModelConfig) -> int:
-    learned = model.position_embedding_type == "learned_absolute"
-    return (model.max_position_embeddings or 0) * model.hidden_size if learned else 0
 
 
 def _norm(model: ModelConfig) -> int:
