@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -472,9 +473,17 @@ def _no_process_group() -> Iterator[None]:
 
     With a process group, it builds on global rank 0 only and waits in a barrier: ranks of other hosts then look for
     files that only rank 0's host has, and an error on rank 0 leaves the others in the barrier until it times out.
+
+    A thread that builds a pass ahead believes it alone: Megatron's layers, which run meanwhile, ask too. On the main
+    thread all do, as Megatron builds the parts of a blend on others.
     """
     import torch
 
-    with replaced(torch.distributed, is_initialized=lambda: False), warnings.catch_warnings():
+    is_there, builder = torch.distributed.is_initialized, threading.current_thread()
+
+    def is_seen() -> bool:
+        return builder is not threading.main_thread() and builder is not threading.current_thread() and is_there()
+
+    with replaced(torch.distributed, is_initialized=is_seen), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Could not determine rank")  # for want of a group and of $RANK
         yield

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +237,31 @@ def test_validation_smaller_than_a_batch_is_repeated_to_fill_it(tmp_path, corpus
 def test_reading_without_a_map_gives_the_same(tmp_path, corpus, mmap):
     mapped = build_datasets(plan_over(tmp_path, corpus))
     assert tokens_of(build_datasets(plan_over(tmp_path, corpus, mmap_bin_files=mmap)).train) == tokens_of(mapped.train)
+
+
+def test_a_pass_that_is_built_ahead_hides_no_ranks(tmp_path, corpus, monkeypatch):
+    """Megatron's layers, which run while the loader's thread builds, would take ranks for one process."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+
+    data = build_datasets(plan_over(tmp_path, corpus))
+    later = data.after(data.state(20) | {"digest": "another"}, consumed=20, needed=40)
+    begun, looked, seen, build = threading.Event(), threading.Event(), [], Builder.build
+
+    def slowly(self):
+        seen.append(torch.distributed.is_initialized())
+        begun.set()
+        looked.wait(60)
+        return build(self)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(Builder, "build", slowly)
+    with ThreadPoolExecutor(1) as thread:
+        sample = thread.submit(lambda: later.train[20])
+        assert begun.wait(60)
+        seen.append(torch.distributed.is_initialized())
+        looked.set()
+        assert len(sample.result()["tokens"]) == 16
+    assert seen == [False, True] and torch.distributed.is_initialized()
 
 
 # --- documents inside a sample ---------------------------------------------------------------------------------------
