@@ -462,9 +462,10 @@ class Engine:
         with self._guarded():
             self.train_steps.drop_begun()
             self.train_steps.abandon()
-            only_weights, done = num_updates is None, self.train_steps.transaction.num_updates
-            whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=only_weights)
-            self.backend.adopt_state(done if num_updates is None else num_updates)
+            whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=num_updates is None)
+            of = self.train_steps.transaction
+            of.num_updates = of.num_updates if num_updates is None else num_updates
+            self.backend.adopt_state(of.num_updates)
 
     @property
     def override(self) -> set[str]:
@@ -492,8 +493,9 @@ class Engine:
             self._begin_at_zero(plan)
         if self.lr_schedule is not None and with_optimizer:
             self.lr_schedule.load_state_dict(progress.lr_schedule)
+        begun = {} if with_optimizer else {"num_updates": 0}
         self.train_steps.transaction.load_state_dict(
-            progress.transaction, step=progress.step, consumed_samples=progress.consumed_samples
+            progress.transaction | begun, step=progress.step, consumed_samples=progress.consumed_samples
         )
         self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
         self.verified = progress.transaction.get("verified", "")

@@ -81,6 +81,34 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
     assert last["kept"]["loss"] == pytest.approx(last["fresh"]["loss"])
 
 
+@pytest.mark.parametrize("key", ["no_load_optim", "reset_iteration"])
+def test_what_began_with_another_count_of_updates_goes_on_with_it(tmp_path, key):
+    """Adam's count is of the moments that it has, and not of the run's steps."""
+    run = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/"
+    other = f"--load {tmp_path}/first/checkpoints --{key} --save_interval 2 --train_iters 6"
+    assert (
+        start(
+            f"{run}first --max_steps 2",
+            f"{run}whole {other}",
+            f"{run}parts {other} --max_steps 2",
+            f"{run}parts",
+        )
+        == [""] * 4
+    )
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_text_is_sampled_after_other_data(tmp_path):
+    """The samples of a resumed run begin where it does, and its first has another number."""
+    tokenizer = with_tokenizer(tmp_path / "words.json", "w")
+    pair = counting_pair(tmp_path / "corpus", num_documents=10)
+    run = RUN.replace("--mock_data --vocab_size 64 ", f"--data_path {pair} --split 100,0,0 --lr 1e-2 {tokenizer}")
+    run += f"--output_dir {tmp_path}/run --sample_every 2 "
+    assert start(f"{run}--max_steps 4", f"{run}--override data --seed 7") == ["", ""]
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "sample"] == [2, 4, 6]
+
+
 def with_tokenizer(path, words: str) -> str:
     """A tokenizer file of 400 numbered words."""
     import tokenizers

@@ -180,6 +180,7 @@ class Saver:
             new_momenta="optimizer" in engine.override,
         )
         if afresh:
+            engine.train_steps.transaction.num_updates = 0 if only_weights else progress.num_updates
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
             for text in self.data.differences(progress.data):
                 if text.startswith("vocabulary"):
