@@ -68,7 +68,8 @@ class Texts:
 
     def _sample(self, step: int) -> None:
         assert self._tokenizer is not None
-        prompt = self._data.train[0]["tokens"][: min(NUM_PROMPT, self._engine.batch.seq_length - 1)].tolist()
+        train, most = self._data.train, min(NUM_PROMPT, self._engine.batch.seq_length - 1)
+        prompt = train[train.spans[0].start]["tokens"][:most].tolist()  # a resumed run has none before its spans
         drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
         before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
         self._log.add_text("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
