@@ -44,7 +44,6 @@ class Saver:
     """Checkpoints that `resume` found damaged, and differences that were asked for."""
     _writing: BackgroundSave | None = None
     _overdue: bool = False
-    _after_bad: bool = False
     _last_finite: int = 0
     """The last step that was not bad; the steps before a resume count."""
     _group: torch.distributed.ProcessGroup | None = None
@@ -55,13 +54,12 @@ class Saver:
 
     def is_due(self, step: int, ends: bool, *, bad: bool = False) -> bool:
         """Whether a checkpoint is due: after every save_interval steps, and (save_at_end) after the last step or a
-        signal. After a bad step it is postponed to the next good one, so that a resume starts before a streak of bad
-        steps."""
+        signal. After a bad step that is not the last it is postponed to the next good one, so that a resume starts
+        before a streak of bad steps."""
         run = self.engine.plan.config.run
         self._overdue = self._overdue or (run.save_interval > 0 and step % run.save_interval == 0)
-        self._after_bad = bad
         self._last_finite = self._last_finite if bad else step
-        due = not bad and (self._overdue or (ends and run.save_at_end))
+        due = (self._overdue and not bad) or (ends and run.save_at_end)
         self._overdue = self._overdue and not due
         return due
 
@@ -107,7 +105,7 @@ class Saver:
         if isinstance(error, StepError):
             return StepError(f"{error} {self.last_good()}")
         everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
-        if not everywhere or not self.is_due(self.engine.step, ends=True, bad=self._after_bad):
+        if not everywhere or not self.is_due(self.engine.step, ends=True):
             return error
         texts = [str(error)]
         try:

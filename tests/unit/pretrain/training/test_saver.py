@@ -31,9 +31,11 @@ def test_after_every_interval_and_at_the_end():
     assert saved(set(), 7, save_at_end=False) == []
 
 
-def test_never_after_a_bad_step_but_after_the_next_good_one():
+def test_not_after_a_bad_step_but_after_the_next_good_one_or_at_the_end():
     assert saved({3, 4}, 7, save_interval=3) == [5, 6, 7]
-    assert saved({3, 4, 5, 6, 7}, 7, save_interval=3) == []
+    assert saved({3, 4, 5, 6, 7}, 7, save_interval=3) == [7]
+    assert saved({7}, 7) == [7]
+    assert saved({3, 7}, 7, save_interval=7, save_at_end=False) == []
 
 
 def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
