@@ -91,12 +91,13 @@ def put_in_rows(chats: Chats, numbers: range, length: int, *, packed: bool) -> C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The conversations of one file that training or validation has. weight: their share of the samples; None: by
-    the number of rows."""
+    """The conversations of one file that training or validation has, without `left_out`. weight: their share of the
+    samples; None: by the number of rows."""
 
     path: Path
     rows: ChatRows
     weight: float | None
+    left_out: int
     digest: str
 
     def corpus(self, seed: int) -> Corpus:
@@ -110,7 +111,8 @@ class Part:
             int(chats.starts[n + 1] - chats.starts[n]) > self.rows.length + 1 for row in self.rows.rows for n in row
         )
         shortened = f", {cut} of them cut to {self.rows.length + 1} tokens" if cut else ""
-        return f"{numbers:,} conversations of {self.path.name} in {len(self.rows):,} rows{shortened}"
+        longer = f", {self.left_out} left out: no response in the first {self.rows.length + 1}" if self.left_out else ""
+        return f"{numbers:,} conversations of {self.path.name} in {len(self.rows):,} rows{shortened}{longer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[f
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     facts = [chats.digest, first, end, rows.length, rows.packed]
-    return Part(path=path, rows=rows, weight=weight, digest=digest_of(facts))
+    left_out = end - first - sum(map(len, rows.rows))
+    return Part(path=path, rows=rows, weight=weight, left_out=left_out, digest=digest_of(facts))
 
 
 def _span(chats: Chats, number: int, length: int) -> tuple[int, int]:

@@ -69,9 +69,8 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
         messages, first = prompt + _turns(record[answer], "assistant"), len(prompt)
     else:
         raise DataError(f"{where}: a line needs messages, or prompt and completion; this one has {sorted(record)}")
-    given = messages if isinstance(messages, list) else [None]
-    if not all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in given):
-        raise DataError(f"{where}: messages must be a list of objects with role and content")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise DataError(f"{where}: messages must be a list of objects with role and content (null: with tool_calls)")
     if messages[:1] and messages[0]["role"] == "assistant":
         raise DataError(f"{where}: a conversation cannot begin with the assistant: put a user's message before it")
     if not any(message["role"] == "assistant" for message in messages[first:]):
@@ -79,8 +78,13 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
     return Conversation(messages, first, record.get("tools"))
 
 
+def _is_message(given: Any) -> bool:
+    is_turn = isinstance(given, dict) and isinstance(given.get("role"), str) and "content" in given
+    return is_turn and (given["content"] is not None or bool(given.get("tool_calls")))
+
+
 def _turns(given: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": given}] if isinstance(given, str) else list(given or [])
+    return given if isinstance(given, list) else [{"role": role, "content": given} if isinstance(given, str) else given]
 
 
 class ChatTokenizer:
@@ -122,6 +126,9 @@ class ChatTokenizer:
         show where responses are."""
         try:
             text = self.render(chat.messages, chat.tools)
+            parts = [str(each["content"]) for each in chat.messages if isinstance(each["content"], list)]
+            if raw := [each for each in parts if each in text]:
+                raise DataError(f"{where}: the chat template writes {raw[0][:80]} as it is: make it a text")
             ids, begins = self._ids(text)
             if only_responses and _MARKS.search(self.template):
                 return ids, self._marked(chat, begins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_tokens_are_those_of_transformers(tmp_path):
         ({"text": "a"}, "needs messages, or prompt and completion; this one has ['text']"),
         ({"messages": "a"}, "must be a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "must be a list of objects with role and content"),
+        ({"messages": [*TALK, {"role": "assistant", "content": None}]}, "role and content (null: with tool_calls)"),
+        ({"prompt": 5, "completion": "a"}, "must be a list of objects with role and content"),
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"messages": TALK[1:]}, "cannot begin with the assistant"),
         ({"prompt": TALK, "completion": TALK[:1]}, "no message of the assistant"),
@@ -76,6 +79,15 @@ def test_a_line_that_is_no_conversation_is_named(record, text):
     with pytest.raises(DataError, match="here: ") as caught:
         parse(record, "here")
     assert text in str(caught.value)
+
+
+def test_a_content_of_parts_is_no_text_of_python(tmp_path):
+    """A template for texts would have the parts learnt as `[{'type': ...`."""
+    parts = {"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "cd"}]}]}
+    with pytest.raises(DataError, match=r"writes \[\{'type': 'text', 'text': 'cd'\}\] as it is"):
+        counted(tokenizer_of(tmp_path), parts)
+    of_parts = CHATML.replace("message['content']", "message['content'][0]['text'] or message['content']")
+    assert counted(tokenizer_of(tmp_path / "parts", of_parts), parts) == "cd<|im_end|>\n"
 
 
 def test_a_template_that_hides_responses_is_refused(tmp_path):
@@ -163,6 +175,12 @@ def test_passes_have_the_same_rows_in_other_orders(tmp_path):
     assert data.valid is not None and len(data.valid) == 4 * data.valid_batches
     assert not {tuple(data.valid[i]["tokens"].tolist()) for i in range(len(data.valid))} & set(first)
     assert rows_of(datasets(tmp_path), size) == first and rows_of(datasets(tmp_path, seed=2), size) != first
+
+
+def test_conversations_that_are_left_out_are_counted(tmp_path):
+    text = datasets(tmp_path, seq_length=24).facts["data"]
+    used, left_out = re.findall(r"(\d+) (?:conversations|left out: no response in the first 25$)", text)
+    assert int(used) + int(left_out) == 32 and int(used) > 0 and int(left_out) > 0
 
 
 def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(tmp_path):
