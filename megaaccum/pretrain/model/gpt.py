@@ -77,7 +77,8 @@ def transformer_config(plan: Plan) -> TransformerConfig:
     weights = [weight * (layout.dp if kind == "global_aux_loss" else 1) for kind, weight in moe.balancing_losses(model)]
     keys["moe_aux_loss_coeff"] = weights if isinstance(model.moe_aux_loss_coeff, list) else weights[0]
     try:
-        built = kind(**{name: value for name, value in keys.items() if value is not None})
+        # Without a rank, queries are not compressed, as with Megatron-LM's flags; Megatron-core's default is 512.
+        built = kind(**{name: value for name, value in keys.items() if value is not None or name == "q_lora_rank"})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
     # Transformer Engine's layers then leave weight gradients for later. Set after Megatron's check, which knows only

@@ -28,6 +28,13 @@ def test_fields_of_the_configuration_reach_megatrons():
     assert {name: getattr(built, name) for name in fields} == fields
 
 
+def test_queries_of_latent_attention_are_compressed_if_asked():
+    """Megatron-LM's flags mean the same, and the planner counts so; Megatron-core's default is a rank of 512."""
+    keys = dict(multi_latent_attention=True, position_embedding_type="rope", kv_lora_rank=16)
+    assert gpt.transformer_config(plan_with({}, **keys)).q_lora_rank is None
+    assert gpt.transformer_config(plan_with({}, q_lora_rank=8, **keys)).q_lora_rank == 8
+
+
 def test_a_field_that_megatron_refuses_is_one_error():
     with pytest.raises(ConfigError, match="megatron-core refuses this model"):
         gpt.transformer_config(plan_with({"use_mup": True, "mup_base_hidden_size": -1}))
