@@ -85,7 +85,7 @@ def keys_from(content: Keys) -> Keys:
     """Our keys of the section model, fields of Megatron's configuration among them, for a config.json. Raises
     ConfigError with everything in it that has no counterpart."""
     facts = families()["families"][family_of(content)]
-    left, problems, found = dict(content), [], dict(facts["ours"])
+    left, problems, found = facts.get("defaults", {}) | content, [], dict(facts["ours"])
     defaults = families()["common"]["defaults"] | facts.get("defaults", {})
     for ours, theirs in facts["keys"].items():
         name = theirs if theirs in left else _OTHER_NAMES.get(theirs, theirs)
@@ -406,6 +406,21 @@ def _to_dense_first(model: Keys) -> Keys:
     return {"first_k_dense_replace": _frequency(model).count(0)}
 
 
+def _routing(left: Keys, found: Keys) -> Keys:
+    if left.pop("norm_topk_prob", True) != _to_routing(found)["norm_topk_prob"]:
+        raise ConfigError(
+            "norm_topk_prob: the weights of several experts have the sum 1 here, that of one is its score."
+        )
+    return {}
+
+
+def _to_routing(model: Keys) -> Keys:
+    count, chosen = model["moe_router_topk"], model.get("moe_router_group_topk") or 1
+    if chosen < (model.get("moe_router_num_groups") or 1) and count // chosen != 2:
+        raise ConfigError(f"n_group: groups are chosen by their best {count // chosen} experts here, there by 2.")
+    return {"norm_topk_prob": count > 1}
+
+
 def _shared_experts(left: Keys, found: Keys) -> Keys:
     count = left.pop("n_shared_experts", None)
     return {"moe_shared_expert_intermediate_size": count * found["moe_ffn_hidden_size"]} if count else {}
@@ -462,6 +477,7 @@ _PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]
     "yarn": (_yarn, _to_yarn),
     "sparse_step": (_sparse_step, _to_sparse_step),
     "dense_first": (_dense_first, _to_dense_first),
+    "routing": (_routing, _to_routing),
     "shared_experts": (_shared_experts, _to_shared_experts),
     "prediction": (_prediction, _to_prediction),
     "gpt2_width": (_gpt2_width, _to_gpt2_width),

@@ -68,7 +68,9 @@ def test_what_is_written_is_read_by_transformers(family, tmp_path):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "10000.5 is no whole number"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other kinds"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob: the weights of several experts"),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "n_group": 1}, "norm_topk_prob: the weights of several experts"),
+        ("deepseek_v3", {"num_experts_per_tok": 4}, "n_group: groups are chosen by their best 4 experts here"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, but only 1.702"),
         ("gpt_oss", {"layer_types": ["chunked_attention"]}, "['chunked_attention']"),
         ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default with"),
@@ -81,6 +83,15 @@ def test_what_has_no_key_is_refused_by_name(family, changed, text):
     with pytest.raises(ConfigError) as caught:
         config_json.keys_from(content_of(family) | changed)
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_a_key_that_is_left_out_has_the_familys_default():
+    """transformers' defaults of its classes, with which it would read the same file."""
+    mixtral, mistral = content_of("mixtral"), content_of("mistral") | {"max_position_embeddings": 8192}
+    del mixtral["rope_parameters"], mistral["sliding_window"]
+    assert config_json.keys_from(mixtral)["rotary_base"] == 1_000_000
+    assert config_json.keys_from(mistral)["window_size"] == [4095, 0]
+    assert "window_size" not in config_json.keys_from(mistral | {"sliding_window": None})
 
 
 @pytest.mark.parametrize(("kind", "text"), [("bert", "none of the families")])
