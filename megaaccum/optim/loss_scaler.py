@@ -45,7 +45,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> None:
         """Take note of a step's verdict."""
-        if not self.is_dynamic:
+        if self._window is None:
             return
         if overflow:
             self._good_steps = 0
@@ -54,7 +54,7 @@ class LossScaler:
                 self.scale = max(self.scale * BACKOFF, self._minimum)
             return
         self._good_steps += 1
-        if self._good_steps == self._window:
+        if self._good_steps >= self._window:
             self._good_steps = 0
             self._overflows_left = self._hysteresis
             self.scale *= GROWTH

@@ -100,6 +100,14 @@ def test_a_resumed_sequence_is_the_uninterrupted_one() -> None:
     assert before + of_ours(second, overflows[20:])[1:] == whole
 
 
+def test_a_window_that_a_resume_makes_shorter_is_over() -> None:
+    before, after = LossScaler(8.0, window=9), LossScaler(1.0, window=3)
+    of_ours(before, [False] * 5)
+    after.load_state_dict(before.state_dict())
+    after.update(overflow=False)
+    assert after.scale == 16.0
+
+
 def test_a_damaged_state_is_named() -> None:
     with pytest.raises(CheckpointError, match="lacks good_steps"):
         LossScaler(1.0).load_state_dict({"scale": 1.0, "overflows_left": 1})
