@@ -74,6 +74,8 @@ class SideLosses:
         for config in self._configs:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
+        MoEAuxLossAutoScaler.set_loss_scale(balance)  # a flush may go on with a backward
+        MTPLossAutoScaler.set_loss_scale(prediction)
 
     def note(self, total: float) -> str:
         """By how much the coefficients of balancing and z losses were off in a step whose weight, of this rank's share,
@@ -105,6 +107,8 @@ class SideLosses:
 
     def prediction_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""
+        if index in batch.dummies:
+            return 0.0
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
     def _scalar(self, value: float) -> torch.Tensor:

@@ -68,6 +68,7 @@ class SpeculativeTrainStep(TrainStep):
             if begun is not None:
                 opened, batch, _ = begun
                 self.begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
+                self.side_losses.begin_flush(batch)  # again, by the loss scale of now
             elif batch is not None:
                 opened = self.open(step, world_sums.divisor_of(self, [batch], alone=True))
                 opened.note = note

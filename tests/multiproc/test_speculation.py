@@ -83,6 +83,8 @@ def run(case: Case, poisons: Sequence[Poison], between: Callable[..., Any] | Non
 
     def batch(step: int) -> list[dict[str, Any]]:
         found = microbatches(plan, built.dp.rank(), step * plan.batch.global_batch_size)
+        if case.model:  # all micro-batches weigh the same
+            found = [each | {"loss_mask": torch.ones_like(each["loss_mask"])} for each in found]
         for poison in poisons:
             if poison.step == step:
                 found[2] = found[2] | {"poison": poison}
@@ -155,6 +157,22 @@ def test_a_step_with_a_value_that_is_not_finite_and_one_that_is_clipped_are_take
 
 def test_without_clipping_every_step_but_the_first_and_the_last_ends_early():
     assert run_ranks(compared, 2, CASES[0], (), timeout=90) == [(5, 0, False)] * 2
+
+
+SIDE = (
+    "--num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 --moe_aux_loss_coeff 0.1 "
+    "--mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 --position_embedding_type rope "
+)
+SIDE_CASES = [
+    Case(2, ZBV + "--backend ddp --clip_grad 0", SIDE),
+    Case(2, ZBV + "--backend ddp --clip_grad 0 --initial_loss_scale 1024 --loss_scale_window 2", SIDE, "fp16"),
+]
+
+
+@pytest.mark.parametrize("case", SIDE_CASES, ids=str)
+def test_side_losses_of_a_step_that_begins_early_have_the_scale_of_one_that_waits(case):
+    """Also if its loss scale is another than when it began."""
+    assert run_ranks(compared, 2, case, (), timeout=90) == [(5, 0, False)] * 2
 
 
 def in_pairs(case: Case) -> tuple[int, int, bool]:
