@@ -18,8 +18,7 @@ def flush_arguments(
 ) -> dict[str, Any]:
     """The arguments of a forward_backward_func that runs one flush over `batch`."""
     megatron.mend_schedules()
-    needs_each = bool(batch.dummies) or steps.probe is not None  # single micro-batches are followed
-    interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and not needs_each
+    interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and steps.probe is None
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
     observers: list[object] = [steps.observer.trace, *([steps.fp8] if steps.fp8.keeps_scales else [])]
@@ -28,7 +27,7 @@ def flush_arguments(
     if steps.seeds.may_be_needed(batch.forward_step_func):
         observers.append(steps.seeds)
     steps.side_losses.begin_flush(batch)
-    if steps.side_losses.are_there and not interleaves:
+    if steps.side_losses.are_there:
         observers.append(steps.side_losses)
     if steps.probe is not None:
         observers.append(steps.probe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class ForwardStep:
             output = pytorch.without_base(output)
         for end in self._end_forward:
             end(*at, output)
+        if return_schedule_plan:
+            output.begins = partial(self._begins, at)
         if isinstance(output, torch.Tensor) and output.requires_grad and not self._has_loss[number]:
             output.register_hook(lambda _grad: self._begins(at))
         return output, self.scaled_loss(index, at, loss_func)

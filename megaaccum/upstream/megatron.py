@@ -193,12 +193,14 @@ def mend_schedules() -> None:
     A stage that gives its input no gradient (it detaches it, or a micro-batch does not use it) sends zeros:
     backward_step gives None, and the stage before would wait for ever. After a last layer that is dense, a schedule
     plan applies the final norm: it is a part of the node that combines experts' outputs, which such a layer lacks. Only
-    layers with experts keep a residual in their state.
+    layers with experts keep a residual in their state. A plan calls its `begins`, if it has been given one, before the
+    backward of each layer.
     """
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.models.common.utils import TransformerLayerNode
     from megatron.core.pipeline_parallel import schedules
 
-    step = schedules.backward_step
+    step, pop_layer = schedules.backward_step, TransformerModelChunkSchedulePlan.pop_layer
 
     def filled(received: Any, grads: Any) -> Any:
         if isinstance(received, list):
@@ -211,6 +213,11 @@ def mend_schedules() -> None:
         norm = dense and self.is_last_layer and getattr(self.chunk_state.model.decoder, "final_layernorm", None)
         return norm(output) if norm else output
 
+    def announced(self: Any) -> Any:
+        vars(self).get("begins", bool)()
+        return pop_layer(self)
+
+    TransformerModelChunkSchedulePlan.pop_layer = announced
     schedules.backward_step = lambda received, *rest: filled(received, step(received, *rest))
     TransformerLayerNode.forward_impl = forward_impl
 

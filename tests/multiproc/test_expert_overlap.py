@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from megaaccum.lab.search.profile import LayerCost, Profile
@@ -116,6 +117,36 @@ def split(item: Item) -> list[Item]:
     return [item._replace(backward=back._replace(kind="I")), back._replace(kind="W")]
 
 
+def unlike(at: Case) -> dict[str, torch.Tensor]:
+    """The gradient of a step whose micro-batches have lengths of their own, or of which one rank lacks the last."""
+    rig = Rig.of(at)
+    batch = rig.microbatches()
+    if rig.plan.config.batch.variable_seq_lengths:
+        for chunk in rig.chunks:
+            chunk.config.variable_seq_lengths = True  # as `initialize` sets it
+        lengths = [4 * (1 + (number + rig.groups.dp.rank()) % 4) for number in range(len(batch))]
+        batch = [
+            {name: each[:, :length].contiguous() for name, each in made.items()}
+            for made, length in zip(batch, lengths, strict=True)
+        ]
+    else:
+        batch = batch[: len(batch) - rig.groups.dp.rank()]
+    return rig.watched(batch)[0].parts
+
+
+@pytest.mark.parametrize("schedule", LAYOUTS)
+@pytest.mark.parametrize("key", ["--variable_seq_lengths", "--short_batch pad"])
+def test_each_micro_batch_has_the_scale_of_its_own_side_losses(schedule, key):
+    """Also where ranks that exchange tokens lack different micro-batches: their passes interleave alike."""
+    at, apart = case(schedule), case(schedule, overlap=False)
+    by_rank = [
+        run_ranks(unlike, each.world_size, replace(each, layout=f"{each.layout} {key}"), timeout=60)
+        for each in (at, apart)
+    ]
+    for together, alone in zip(*by_rank, strict=True):
+        assert together and all(torch.equal(together[name], each) for name, each in alone.items())
+
+
 def interleaving_flushes(at: Case) -> list[bool]:
     """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
     from megaaccum.executor import executor
@@ -139,4 +170,4 @@ def interleaving_flushes(at: Case) -> list[bool]:
 
 
 def test_who_looks_at_single_micro_batches_has_them_run_one_by_one():
-    assert run_ranks(interleaving_flushes, 4, case("dualpipev"), timeout=60) == [[True, False, False]] * 4
+    assert run_ranks(interleaving_flushes, 4, case("dualpipev"), timeout=60) == [[True, True, False]] * 4
