@@ -193,14 +193,15 @@ class MatrixUpdates:
     def _with_momentum(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The averages that are to be orthogonalised: of each parameter what this rank keeps."""
         keys, inputs = self._keys, {}
-        decay = next((group["weight_decay"] for group in self._backend.param_groups if group.get("matrices")), 0.0)
+        groups = [group for group in self._backend.param_groups if group.get("matrices")]
+        decays = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
         for piece in self._backend.state():
             if "momentum_buffer" in piece.tensors:
                 owned, momentum = self._backend.at_owners.owned.get(piece.name), piece.tensors["momentum_buffer"]
                 grad = grads[piece.name] if owned is None else owned.grad
                 assert grad is not None
-                if keys.muon_weight_decay_method == "l2" and decay:
-                    grad.add_(piece.tensors["param"] * decay)
+                if keys.muon_weight_decay_method == "l2":
+                    grad.add_(piece.tensors["param"] * decays[piece.name])
                 momentum.lerp_(grad, 1 - keys.muon_momentum)
                 inputs[piece.name] = grad.lerp_(momentum, keys.muon_momentum) if keys.muon_nesterov else momentum
         return inputs

@@ -77,6 +77,24 @@ def test_every_layout_makes_the_same_update(layout, updates):
         assert torch.allclose(change, expected, rtol=1e-2, atol=1e-6), name
 
 
+ADDED = MODEL + "--optimizer muon --muon_fp32_matmul_prec highest --muon_weight_decay_method l2 "
+BACKENDS = ["", "--zero_stage 1 ", "--backend fsdp2 ", "--backend megatron ", "--backend ddp "]
+
+
+def test_a_decay_that_is_added_to_gradients_has_the_factor_of_each_matrix():
+    """In the first step a matrix' update knows of no other's decay."""
+    factors, none = ADDED + "--wd_mult decoder.layers.2.mlp.*=0 ", ADDED.replace("decay 0.1", "decay 0")
+    cases = [Case(2, BATCH + BACKENDS[0], each) for each in (ADDED, none)]
+    cases += [Case(2, BATCH + backend, factors) for backend in BACKENDS]
+    plain, without, *found = run_ranks(updated, 2, cases, timeout=120)[0]
+    for changes in found:
+        for name, change in changes.items():
+            true, other = (without, plain) if ".layers.2.mlp." in name else (plain, without)
+            assert (change - true[name]).norm() <= 1e-3 * true[name].norm(), name
+            if ".linear_" in name:
+                assert (change - other[name]).norm() > 1e-2 * true[name].norm(), name
+
+
 def refused(words: str) -> str:
     try:
         updated([Case(2, BATCH + "--pipeline_model_parallel_size 2 ", MODEL + words)])
