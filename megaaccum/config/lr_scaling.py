@@ -5,7 +5,7 @@ from __future__ import annotations
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.run import OptimizerConfig
 
-RATES = ("lr", "min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
+RATES = ("lr", "min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr", "muon_scalar_lr")
 """Every learning rate: scaling multiplies the whole curve and its floor, but not beta2, epsilon and weight decay."""
 
 POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}

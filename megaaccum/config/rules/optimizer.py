@@ -18,6 +18,16 @@ def rates(subject: Subject) -> Iterator[str]:
             yield f"{name} {value:g} is more than lr {optimizer.lr:g}: set {name} to at most {optimizer.lr:g}."
 
 
+def factors(subject: Subject) -> Iterator[str]:
+    """Megatron's warm-up begins at one rate for all groups, which is no part of each group's own."""
+    init, words = subject.optimizer.lr_warmup_init, " ".join(subject.optimizer.lr_mult)
+    if init and words:
+        yield (
+            f"lr_warmup_init {init:g} is where the rate of every parameter begins, whatever lr_mult {words} says: set"
+            " it to 0, or leave lr_mult out."
+        )
+
+
 def scaling(subject: Subject) -> Iterator[str]:
     """Scaled learning rates are given for one reference batch."""
     optimizer, references = subject.optimizer, subject.given("lr_reference_batch_size", "lr_reference_tokens")

@@ -11,6 +11,7 @@ from megaaccum.step.transaction import Transaction
 from tests.support.configs import plan
 
 RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decoupled_min_lr=2e-4)
+RATES |= dict(muon_scalar_lr=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,10 @@ RATES = dict(lr=1e-3, min_lr=1e-4, lr_warmup_init=1e-5, decoupled_lr=2e-3, decou
     ],
 )
 def test_every_rate_and_its_floor_is_scaled_once_and_nothing_else(keys, factor) -> None:
-    given = plan(2, pp_microbatches=None, global_batch_size=64, **RATES, **keys)
+    given = plan(2, pp_microbatches=None, global_batch_size=64, optimizer="muon", **RATES, **keys)
     scaled = given.config.optimizer
     assert {name: getattr(scaled, name) for name in RATES} == {name: rate * factor for name, rate in RATES.items()}
-    plain = plan(2, pp_microbatches=None, global_batch_size=64, **RATES).config.optimizer
+    plain = plan(2, pp_microbatches=None, global_batch_size=64, optimizer="muon", **RATES).config.optimizer
     for name in ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"):
         assert getattr(scaled, name) == getattr(plain, name)
     assert given.written is not None
