@@ -41,7 +41,7 @@ from megaaccum.errors import (
 from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
-from megaaccum.optim.chosen import OptimizerFactory, no_optimizer, optimizer_of
+from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
 from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.loss import ForwardStepFunc, Reports
@@ -150,6 +150,9 @@ class Engine:
         self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
         inner = optimizer_of(plan, chunks, optimizer) if self.trains else no_optimizer(plan)
+        has_schedule = self.trains and plan.config.optimizer.lr and plan.config.run.train_iters
+        if optimizer is not None and has_schedule:
+            raise_on_all_ranks(keep_decays, inner, plan)
         self._unkept = adam.kept_by(inner).others
         self.backend = sharding.build(plan, groups, chunks, inner)
         if self.backend.matrices is not None:

@@ -56,6 +56,19 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
     return optimizer
 
 
+def keep_decays(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Have Megatron's schedule, which sets rate and decay of every group, leave the optimizer's own decays, unless the
+    plan gives one. Raises ConfigError for groups with rates of their own that it would make one."""
+    groups = optimizer.param_groups
+    if len({float(group.get("lr", 0.0)) for group in groups if "max_lr" not in group}) > 1:
+        raise ConfigError(
+            "lr and train_iters of the plan make a learning-rate schedule, and the optimizer's groups have several"
+            " rates: give each group its max_lr and min_lr, or leave lr out of the plan"
+        )
+    for group in groups if "weight_decay" not in plan.config.origin else ():
+        group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
+
+
 def _check_own(optimizer: torch.optim.Optimizer, plan: Plan, chunks: list[torch.nn.Module]) -> None:
     """Raise ConfigError for an optimizer that a backend cannot drive, or would drive to other weights."""
     name, backend = type(optimizer).__name__, plan.config.sharding.backend

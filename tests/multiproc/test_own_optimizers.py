@@ -21,6 +21,10 @@ MADE = {
     "amsgrad in groups": lambda torch: (
         lambda params: torch.optim.AdamW(halves(params, "amsgrad", False, True), lr=1e-2, eps=1e-2)
     ),
+    "decayed": lambda torch: (
+        lambda params: torch.optim.AdamW(halves(params, "weight_decay", 0.0, 0.3), lr=1e-2, eps=1e-2)
+    ),
+    "rates": lambda torch: lambda params: torch.optim.AdamW(halves(params, "lr", 0.1, 0.05)),
     "lamb": lambda torch: lambda params: own().Lamb(halves(params, "weight_decay", 0.0, 0.1)),
     "clipped": lambda torch: own().Clipped,
     "count": lambda torch: own().Counts,
@@ -65,13 +69,13 @@ def batches(step: int) -> list:
     return list(torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(step)))
 
 
-def made(name: str, sharding: dict):
+def made(name: str, sharding: dict, **more):
     import torch
 
     from megaaccum import Plan, initialize
 
     batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=4)
-    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2, **more)
     return initialize(plan, model(), forward_step_func=forward_step, optimizer=MADE[name](torch))
 
 
@@ -139,6 +143,32 @@ def trained_distances() -> list[float]:
 
 def test_optimizers_that_count_their_calls():
     assert max(map(max, run_ranks(trained_distances, 2, timeout=90))) < 1e-6
+
+
+def under_a_schedule() -> tuple[list[float], str]:
+    """How far weights are from those of one process, by backend, where a schedule of the plan sets the rate; and what
+    is said of groups with rates of their own."""
+    import torch
+
+    from megaaccum.errors import ConfigError
+
+    found, schedule = [], dict(lr=1e-2, lr_decay_style="constant", train_iters=9)
+    true = of_one_process("decayed")
+    for sharding in BACKENDS:
+        engine = made("decayed", sharding, **schedule)
+        for step in range(4):
+            engine.train_step(batches(step)[torch.distributed.get_rank() :: 2])
+        weights = dict(engine.whole_weights())
+        found.append(max(float((weights[each] - true[each]).abs().max()) for each in true))
+    with pytest.raises(ConfigError) as raised:
+        made("rates", dict(backend="ddp"), **schedule)
+    return found, str(raised.value)
+
+
+def test_a_schedule_of_the_plan_leaves_the_decays_of_an_own_optimizer():
+    for found, said in run_ranks(under_a_schedule, 2, timeout=60):
+        assert max(found) < 1e-6, found
+        assert "give each group its max_lr and min_lr" in said
 
 
 def begun_by_weights() -> list[int]:
