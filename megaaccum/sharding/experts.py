@@ -107,6 +107,16 @@ def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
             yield f"moe_expert_capacity_factor {factor:g} of the chunks {moe.DROPS_EVERYTHING}"
         if config.moe_router_topk > built:
             yield f"moe_router_topk {config.moe_router_topk} of the chunks is more than their {built} experts"
+        kinds, step = config.moe_router_load_balancing_type, plan.config.step
+        if kinds == "quantile_balancing":
+            yield f"moe_router_load_balancing_type {kinds} of the chunks: no step moves its bias; take aux_loss or none"
+        counts = config.moe_router_enable_expert_bias or "global_aux_loss" in kinds
+        if counts and (step.speculative_step or step.short_batch == "pad" or step.nonfinite == "drop_microbatch"):
+            yield (
+                "routers of the chunks count the tokens of a step (moe_router_enable_expert_bias, global_aux_loss),"
+                " those of stand-ins and of dropped forwards too: set speculative_step to false, short_batch to error,"
+                " and nonfinite to skip"
+            )
 
 
 def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:

@@ -96,8 +96,8 @@ def refused(case: Case, spoil: Callable, **layout) -> str:
     chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
     spoil(chunks)
     experts = {"num_experts": 4, "moe_router_topk": 2} if layout.pop("experts", True) else {}
-    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
-    other = Plan.of(layout=layout, batch=batch, optimizer=dict(lr=1e-3), **experts)
+    batch, step = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4), layout.pop("step", {})
+    other = Plan.of(layout=layout, batch=batch, step=step, optimizer=dict(lr=1e-3), **experts)
     try:
         initialize(other, chunks, groups=built.collection)
     except MegaaccumError as error:
@@ -114,6 +114,12 @@ def all_refused() -> list[str]:
     def fewer(chunks) -> None:
         chunks[0].config.moe_router_topk = 5
 
+    def quantiles(chunks) -> None:
+        chunks[0].config.moe_router_load_balancing_type = "quantile_balancing"
+
+    def counts(chunks) -> None:
+        chunks[0].config.moe_router_enable_expert_bias = True
+
     def unmarked(chunks) -> None:
         for param in chunks[0].parameters():
             param.allreduce = True
@@ -129,6 +135,8 @@ def all_refused() -> list[str]:
         refused(spread, keep),
         refused(cut, keep, **(whole | {"expert_tensor_parallel_size": 2})),
         refused(cut, fewer, **whole),
+        refused(cut, quantiles, **whole),
+        refused(cut, counts, **whole, step=dict(short_batch="pad")),
         refused(cut, unmarked, **whole),
         refused(cut, on_one_rank, **whole),
     ]
@@ -139,6 +147,8 @@ WORDS = [
     ["expert_model_parallel_size", "is 2, but the plan's is 1", "allreduce = False"],
     ["expert_tensor_parallel_size", "is 1, but the plan's is 2", "allreduce = False"],
     ["moe_router_topk 5", "4 experts"],
+    ["quantile_balancing", "no step moves its bias"],
+    ["count the tokens of a step", "short_batch to error"],
     ["linear_fc1.weight is not marked", "ep 1, etp 1, tp 2"],
     ["pipeline rank 0 has experts on some ranks only", "ranks [0] hold", "ranks [1] hold", "same layers"],
 ]

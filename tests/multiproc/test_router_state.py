@@ -73,6 +73,19 @@ def steps() -> SimpleNamespace:
     return SimpleNamespace(after=after, by_megatron=by_megatron, counted=counted, stage=rig.groups.pp.rank())
 
 
+def with_a_frozen_one() -> list[bool]:
+    """Whether each bias has moved in a step, where the first is frozen."""
+    rig = Rig.of(CASE)
+    routers = [m for m in rig.chunks[0].modules() if getattr(m, "expert_bias", None) is not None]
+    routers[0].frozen_expert_bias = True
+    rig.train(step=1)
+    return [bool(router.expert_bias.any()) for router in routers]
+
+
+def test_a_frozen_bias_stays():
+    assert run_ranks(with_a_frozen_one, 4) == [[False, True]] * 4
+
+
 def test_the_bias_moves_as_megatron_moves_it_and_not_in_a_skipped_step():
     ranks = run_ranks(steps, 4)
     for rank in ranks:
