@@ -52,8 +52,8 @@ class OpenStep:
     """A step between its first flush and its end.
 
     step: its number. restore: puts random states and FP8 scales back as they were before it. tally: what its loss
-    functions returned. expert_counts: tokens of each expert. calls: its micro-batches, by call. reduced: the last flush
-    was to reduce. note: what was unusual about it before its verdict.
+    functions returned. expert_counts: tokens of each expert. calls: its micro-batches, by call. told: N, if the caller
+    has said it. reduced: the last flush was to reduce. note: what was unusual about it before its verdict.
     """
 
     step: int
@@ -62,6 +62,7 @@ class OpenStep:
     expert_counts: torch.Tensor = field(init=False)
     tally: Tally = field(default_factory=Tally)
     calls: list[Microbatches] = field(default_factory=list)
+    told: float | None = None
     reduced: bool = False
     note: str = ""
 
@@ -370,6 +371,10 @@ class TrainStep:
                 world_sums.divisor_of(self, [batch], total, alone=last),
             )
             self.opened = None  # a flush that fails leaves no open step
+            if not opened.calls:
+                opened.told = total
+            elif opened.told is None:  # N of the calls before, if it was known, is not the step's
+                opened.divisor = replace(opened.divisor, total=None)
             opened.calls.append(batch)
             self.observer.phase("forward_backward")
             self.flush(opened, batch, reduce=last or not self.backend.can_defer)

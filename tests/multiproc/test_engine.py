@@ -66,12 +66,13 @@ def test_other_precisions(lane):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_after_the_one_that_seemed_the_last(backend):
-    """A call that fills the plan's micro-batches reduces in its backward; the step may go on all the same."""
+    """A call that fills the plan's micro-batches reduces in its backward, and has divided by its own weights if they
+    are known; the step may go on all the same."""
     layout = "--grad_accum_steps 1 --pp_microbatches 4 --pipeline_model_parallel_size 2 " + BACKENDS[backend]
-    whole = Case(4, layout.replace("--grad_accum_steps 1", "--grad_accum_steps 2"), FOUR)
-    by_rank = run_ranks(all_in_calls, 4, [(whole, Calls((8,))), (whole, Calls((4, 4)))], timeout=90)
+    cells = [(Case(4, layout, FOUR), Calls((4, 4), known=known)) for known in ("", "weights")]
+    by_rank = run_ranks(all_in_calls, 4, cells, timeout=90)
     for gradients in zip(*by_rank, strict=True):
-        assert problems(whole, list(gradients)) == []
+        assert problems(cells[0][0], list(gradients), tuple(range(16))) == []
 
 
 @pytest.mark.parametrize("known", ["weights", "total", "iterators"])

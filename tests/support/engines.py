@@ -65,6 +65,8 @@ def in_calls(case: Case, calls: Calls) -> Gradient:
     engine = engine_of(case, reports={"tokens": "sum"})
     rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
     batches = rig.microbatches()
+    if sum(calls.sizes) > len(batches):  # a step of more than are planned
+        batches += rig.microbatches(engine.plan.batch.global_batch_size)
     known = float(sum(batch["loss_mask"].sum() for batch in stacked(engine)))
     expected = known * calls.unit / len(stacked(engine)) if calls.known == "expected" else None
     seen: dict[str, torch.Tensor] = {}

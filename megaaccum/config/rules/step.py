@@ -150,6 +150,10 @@ def noise_scale(subject: Subject) -> Iterator[str]:
             pp > 1 and not getattr(model, untied), "a table's gradient is on two ranks",
             f"{untied} to true",
         ),
+        f"mtp_num_layers {model.mtp_num_layers} with a pipeline": (
+            pp > 1 and bool(model.mtp_num_layers), "the embedding's gradient is on two ranks",
+            "pipeline_model_parallel_size to 1",
+        ),
         "gradient_accumulation_fusion": (
             model.gradient_accumulation_fusion, "kernels add gradients up themselves", "it to false",
         ),

@@ -92,6 +92,13 @@ BROKEN: list[Case] = [
         ["schedule zb-h1", "1f1b or interleaved"],
     ),
     (
+        "noise_scale",
+        2,
+        PP2 | dict(noise_scale_window=10, mtp_num_layers=1, untie_embeddings_and_output_weights=True)
+        | dict(position_embedding_type="rope"),
+        ["mtp_num_layers 1 with a pipeline", "two ranks"],
+    ),
+    (
         "capacity",
         1,
         dict(num_experts=4, moe_expert_capacity_factor=0.0),
