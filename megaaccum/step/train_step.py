@@ -296,9 +296,14 @@ class TrainStep:
         return attempt
 
     def judge(self, opened: OpenStep, attempt: Attempt) -> Attempt:
-        """The verdict on the step, the same on every rank; nothing fails on one rank alone after it."""
+        """The verdict on the step, the same on every rank; nothing fails on one rank alone after it. Rolls back a step
+        that ends the run."""
         look, without = partial(retry.find_nonfinite, self, opened), partial(retry.without_nonfinite, self, opened)
-        return self.recovery.judge(opened.step, attempt, look=look, without=without)
+        try:
+            return self.recovery.judge(opened.step, attempt, look=look, without=without)
+        except StepError:
+            self.roll_back(opened)
+            raise
 
     def update(self, norm: float, factor: float) -> None:
         """Run the optimizer on the reduced gradient times `factor`. norm: that of the product."""

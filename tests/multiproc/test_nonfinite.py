@@ -114,6 +114,23 @@ def test_a_fault_that_does_not_come_back_drops_nothing():
         assert "every micro-batch is finite when it runs again" in its_result.note
 
 
+def refused(case: Case) -> list[str]:
+    """Random states that a step has moved which ends the run."""
+    from megaaccum.distributed import rng
+    from megaaccum.errors import StepError
+
+    rig = Rig.of(case)
+    before = {name: state.clone() for name, state in rng.snapshot().items()}
+    with injected([Fault(1, 1)], rig.chunks), pytest.raises(StepError, match="not finite"):
+        rig.train(step=1)
+    return [name for name, state in rng.snapshot().items() if not torch.equal(state, before[name])]
+
+
+def test_a_step_that_ends_the_run_leaves_random_states_as_they_were():
+    drawn = PIPELINE.replace("skip", "raise") + "--rng megatron --hidden_dropout 0.1"
+    assert run_ranks(refused, 4, Case(4, drawn)) == [[]] * 4
+
+
 def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
     """The changes by a step in which no token counts, after one that is taken, and both results."""
     rig = Rig.of(case)
