@@ -113,9 +113,8 @@ def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
         counts = config.moe_router_enable_expert_bias or "global_aux_loss" in kinds
         if counts and (step.speculative_step or step.short_batch == "pad" or step.nonfinite == "drop_microbatch"):
             yield (
-                "routers of the chunks count the tokens of a step (moe_router_enable_expert_bias, global_aux_loss),"
-                " those of stand-ins and of dropped forwards too: set speculative_step to false, short_batch to error,"
-                " and nonfinite to skip"
+                "routers of the chunks count the tokens of a step, and not those of stand-ins or of forwards that are"
+                " dropped: set short_batch to error, nonfinite to skip and speculative_step to false"
             )
 
 

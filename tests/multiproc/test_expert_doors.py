@@ -148,7 +148,7 @@ WORDS = [
     ["expert_tensor_parallel_size", "is 1, but the plan's is 2", "allreduce = False"],
     ["moe_router_topk 5", "4 experts"],
     ["quantile_balancing", "no step moves its bias"],
-    ["count the tokens of a step", "short_batch to error"],
+    ["routers of the chunks count the tokens", "short_batch to error"],
     ["linear_fc1.weight is not marked", "ep 1, etp 1, tp 2"],
     ["pipeline rank 0 has experts on some ranks only", "ranks [0] hold", "ranks [1] hold", "same layers"],
 ]

@@ -16,16 +16,8 @@ def rates(subject: Subject) -> Iterator[str]:
         value = getattr(optimizer, name)
         if value > optimizer.lr:
             yield f"{name} {value:g} is more than lr {optimizer.lr:g}: set {name} to at most {optimizer.lr:g}."
-
-
-def factors(subject: Subject) -> Iterator[str]:
-    """Megatron's warm-up begins at one rate for all groups, which is no part of each group's own."""
-    init, words = subject.optimizer.lr_warmup_init, " ".join(subject.optimizer.lr_mult)
-    if init and words:
-        yield (
-            f"lr_warmup_init {init:g} is where the rate of every parameter begins, whatever lr_mult {words} says: set"
-            " it to 0, or leave lr_mult out."
-        )
+    if optimizer.lr_mult and optimizer.lr_warmup_init:  # Megatron's warm-up begins at one rate for all groups
+        yield f"lr_warmup_init {optimizer.lr_warmup_init:g} knows no lr_mult: set it to 0, or leave lr_mult out."
 
 
 def scaling(subject: Subject) -> Iterator[str]:

@@ -118,7 +118,7 @@ BROKEN: list[Case] = [
     ),
     ("rates", 1, dict(min_lr=0.01), ["min_lr 0.01", "lr 0.001", "at most 0.001"]),
     ("rates", 1, dict(lr_warmup_init=0.01), ["lr_warmup_init 0.01"]),
-    ("factors", 1, dict(lr_mult=["embedding.*=0"], lr_warmup_init=1e-5), ["lr_warmup_init 1e-05", "leave lr_mult out"]),
+    ("rates", 1, dict(lr_mult=["embedding.*=0"], lr_warmup_init=1e-5), ["lr_warmup_init 1e-05", "leave lr_mult out"]),
     ("without_effect", 1, dict(lr_reference_tokens=64), ["lr_scaling none: set lr_scaling to linear or sqrt"]),
     ("scaling", 1, dict(lr_scaling="sqrt"), ["lr_scaling sqrt", "lr_reference_batch_size"]),
     ("spans", 1, dict(lr_warmup_iters=10, lr_warmup_fraction=0.1), ["lr_warmup_iters 10", "fraction 0.1"]),
