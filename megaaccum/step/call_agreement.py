@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
+_NO_WEIGHTS = 2**20  # more than there are ranks
 
 
 def on_step(
@@ -34,8 +35,8 @@ def on_step(
     weights: Sequence[float] | None = None,
 ) -> tuple[bool, str, float | None]:
     """Whether some rank asks to stop, which ranks have fewer micro-batches than planned, and the step's weight, if
-    every rank has as many and all `weights` are whole numbers. weights: of this rank's sequences, the same on each rank
-    that has these.
+    every rank has as many and all `weights` are whole numbers; nan if some rank has none. weights: of this rank's
+    sequences, the same on each rank that has these.
 
     Collective over the world. Raises RankDisagreement if ranks would not do the same thing, what short_batch.too_few
     raises, and a `problem` of any rank.
@@ -64,7 +65,8 @@ def on_step(
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
         copies = torch.distributed.get_world_size() // steps.groups.dp.size()
-        return agreed.stop, "", None if unknown else total / copies
+        known = total / copies if not unknown else None
+        return agreed.stop, "", math.nan if unknown >= _NO_WEIGHTS else known
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
     policy = plan.config.step.short_batch
     note = short_batch.too_few(counts, dp_ranks, wanted=batch.num_microbatches, policy=policy, step=step)
@@ -72,8 +74,10 @@ def on_step(
 
 
 def _whole_number(weights: Sequence[float] | None) -> tuple[int, int]:
-    """(the sum of weights, 0), or (0, 1) if they are not known or no whole numbers, which are added up as they are."""
-    total = math.nan if weights is None else math.fsum(weights)
+    """(the sum of weights, 0), (0, 1) for no whole numbers, which are added up as they are, or (0, _NO_WEIGHTS)."""
+    if weights is None:
+        return 0, _NO_WEIGHTS
+    total = math.fsum(weights)
     return (int(total), 0) if total.is_integer() and abs(total) < 2**40 else (0, 1)
 
 

@@ -188,7 +188,10 @@ class TrainStep:
         )
         if short and self.plan.config.step.short_batch == "drop":
             return None, stop, short
-        return replace(self._whole(microbatches, batch), total_weight=total), stop, short
+        whole = self._whole(microbatches, batch)
+        if total is not None and math.isnan(total):
+            return replace(whole, weights=None), stop, short
+        return replace(whole, total_weight=total), stop, short
 
     def _whole(self, microbatches: Sequence[Any], batch: Microbatches | None = None) -> Microbatches:
         """A whole step's: with dummies up to the planned number, and with the lengths that only some stages know.
@@ -367,7 +370,10 @@ class TrainStep:
         with self.observer.watching():
             batch, problem = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
-            self._agree_on_call("forward_backward", problem, num_microbatches=len(batch), total_weight=bits)
+            known = dict(num_microbatches=len(batch), total_weight=bits)
+            agreed = self._agree_on_call("forward_backward", problem, add=(0, batch.weights is None), **known)
+            if agreed.sums[1]:  # some rank does not know its weights
+                batch = replace(batch, weights=None)
             if last is None:
                 so_far = 0 if self.opened is None else self.opened.num_microbatches
                 last = so_far + len(batch) == self.batch.num_microbatches

@@ -4,14 +4,15 @@ the whole batch, whatever the calls that bring it, and whenever its divisor is k
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import problems
-from tests.support.engines import Calls, all_in_calls
-from tests.support.parity import Case
+from tests.support.engines import Calls, all_in_calls, engine_of, forward_step
+from tests.support.parity import Case, Gradient, Rig
 
 BACKENDS = {
     "zero1": "--zero_stage 1 ",
@@ -62,6 +63,31 @@ def test_other_precisions(lane):
         for schedule in ("none", "1f1b", "zbv")
     ]
     check(cells)
+
+
+def known_at_the_end(case: Case, in_a_call: bool) -> Gradient:
+    """The gradient of a step whose weights the last stage alone knows in advance."""
+    engine = engine_of(case, reports={"tokens": "sum"})
+    rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
+    batches, seen = rig.microbatches(), {}
+    engine.backend.step = lambda: seen.update(rig.assemble())
+    is_last = engine.groups.pp.rank() == engine.groups.pp.size() - 1
+    weights = [float(batch["loss_mask"].sum()) for batch in batches] if is_last else None
+    function = partial(forward_step)
+    function.weights = lambda data: weights
+    if in_a_call:
+        engine.forward_backward(batches, weights=weights)
+        result = engine.optim_step()
+    else:
+        engine.train_steps.forward_step_func = function
+        result = engine.train_step(batches)
+    return Gradient(seen, result.grad_norm, result.loss, round(result.reports["tokens"]), engine.groups.tp.rank())
+
+
+@pytest.mark.parametrize("in_a_call", [True, False])
+def test_weights_that_the_last_stage_alone_knows_are_taken_for_unknown(in_a_call):
+    case = Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 ", FOUR)
+    assert problems(case, run_ranks(known_at_the_end, 2, case, in_a_call, timeout=60)) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
