@@ -64,7 +64,8 @@ class SideLosses:
         self._batch = batch if self.are_there else None
         if self._batch is None:
             return
-        if self._divisor.total is None and batch.weights is None and self._weighs:
+        unknown = self._divisor.total is None and batch.weights is None
+        if unknown and self._weighs and torch.is_grad_enabled():
             real = [index for index in range(len(batch)) if index not in batch.dummies]
             self._expected += sum(map(batch.expected_weight, real))
             self._count += len(real)

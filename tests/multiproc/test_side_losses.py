@@ -161,6 +161,22 @@ def test_a_coefficient_means_the_same_if_the_divisor_comes_last():
         assert problems(case, list(ranks)) == []
 
 
+def with_an_evaluation(case: Case) -> str:
+    """The note of a step with an evaluation between its calls, whose micro-batches have the weight that is expected."""
+    rig = Rig.of(case)
+    inner, steps = rig.train_step.forward_step_func, rig.train_step
+    steps.forward_step_func = lambda *args, **keys: inner(*args, **keys)  # which does not know weights
+    batches = [batch | {"loss_mask": batch["loss_mask"] * 0 + 1} for batch in rig.microbatches()]
+    for half in (batches[:4], batches[4:]):
+        steps.forward_backward(steps.batch_of(half))
+        steps.forward(steps.batch_of(half))
+    return steps.optim_step().note
+
+
+def test_an_evaluation_in_an_open_step_has_no_part_in_its_note():
+    assert run_ranks(with_an_evaluation, 2, Case(2, ACCUMULATED, MOE), timeout=60) == [""] * 2
+
+
 def with_another_scale(cases: list[Case], factor: float) -> list:
     """Gradients with side losses that are scaled by `factor` too much."""
     from megaaccum.step.side_losses import SideLosses
