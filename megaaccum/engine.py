@@ -23,6 +23,7 @@ import torch
 from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
+from megaaccum.config.keys import names_where, value
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
@@ -380,8 +381,12 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
-        steps["optimizer"] = self.plan.config.optimizer.optimizer
+        steps |= {"optimizer": self.plan.config.optimizer.optimizer, "model": self._unseen()}
         return self.train_steps.transaction.state_dict() | steps
+
+    def _unseen(self) -> dict[str, Any]:
+        """Keys of the model that no weight's shape shows."""
+        return {name: value(self.plan.config, name) for name in names_where(lambda facts: facts.unseen)}
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""
@@ -480,12 +485,12 @@ class Engine:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
-        now, then = self.plan.config.optimizer.optimizer, progress.transaction.get("optimizer", "adam")
-        other = {f"optimizer: the checkpoint was made with {then}, the configuration says {now}": f"set it to {then}"}
+        then, now = progress.transaction, {"optimizer": self.plan.config.optimizer.optimizer}
         return {
             "batch": self.plan.ramp_differences(progress.batch_ramp),
             "lr_schedule": schedule,
-            "optimizer": other if now != then else {},
+            "model": resume.changed(self._unseen(), then.get("model", {})),
+            "optimizer": resume.changed(now, {"optimizer": then.get("optimizer", "adam")}),
         }
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint, resume_candidates
 from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
@@ -43,6 +44,15 @@ def first_good[Loaded](
         return None
     remedy = f"{folder} holds no other whole checkpoint: set no_load to true to start afresh"
     raise printed_once(CheckpointError("\n".join([*problems, remedy])))
+
+
+def changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """{difference: remedy} of the keys whose value was another in a checkpoint, which may lack some."""
+    return {
+        f"{name}: the checkpoint was made with {then[name]}, the configuration says {value}": f"set it to {then[name]}"
+        for name, value in now.items()
+        if then.get(name, value) != value
+    }
 
 
 def check_differences(

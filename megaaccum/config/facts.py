@@ -21,6 +21,8 @@ class Facts:
     """It is a field of megatron-core's TransformerConfig: under the same name, or under this one."""
     fixed: bool = False
     """A checkpoint is read only into a model with the same value."""
+    unseen: bool = False
+    """Another value computes something else with the same weights: a run resumes with the same one, or is told."""
     lr_state: str = ""
     """The number of Megatron's learning-rate schedule that it decides; a run resumes only with the same one."""
     in_samples: bool = False

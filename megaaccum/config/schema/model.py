@@ -33,22 +33,22 @@ class ModelConfig:
         "learned_absolute"
     )
     """How positions enter the model."""
-    rotary_base: Annotated[int, Facts(at_least=1)] = 10000
+    rotary_base: Annotated[int, Facts(at_least=1, unseen=True)] = 10000
     """Base period of rotary embeddings."""
-    rotary_percent: Annotated[float, Facts(above=0, at_most=1)] = 1.0
+    rotary_percent: Annotated[float, Facts(above=0, at_most=1, unseen=True)] = 1.0
     """Share of a head's channels that is rotated."""
     normalization: Annotated[Literal["LayerNorm", "RMSNorm"], Facts(core=True, fixed=True)] = "LayerNorm"
     """Kind of every norm."""
-    norm_epsilon: Annotated[float, Facts(above=0, core="layernorm_epsilon")] = 1e-5
+    norm_epsilon: Annotated[float, Facts(above=0, core="layernorm_epsilon", unseen=True)] = 1e-5
     """Added to the variance in a norm."""
     swiglu: Annotated[bool, Facts(core="gated_linear_unit", fixed=True)] = False
     """Gated SiLU MLP instead of GELU."""
-    quick_geglu: bool = False
+    quick_geglu: Annotated[bool, Facts(unseen=True)] = False
     """Gated MLP by x * sigmoid(1.702 x), as in GPT-OSS, whose clamp and offset are Megatron's
     activation_func_clamp_value and glu_linear_offset. Sets swiglu."""
-    squared_relu: bool = False
+    squared_relu: Annotated[bool, Facts(unseen=True)] = False
     """Squared ReLU MLP instead of GELU."""
-    openai_gelu: bool = False
+    openai_gelu: Annotated[bool, Facts(unseen=True)] = False
     """GELU by tanh on every machine, as in GPT-2. Otherwise it is exact, but by tanh with bias_gelu_fusion on a GPU."""
     add_bias_linear: Annotated[bool, Facts(core=True)] = True
     """Biases on linear layers (Megatron's flag: --disable-bias-linear)."""
@@ -90,23 +90,25 @@ class ModelConfig:
     """Width of one expert; default ffn_hidden_size."""
     moe_shared_expert_intermediate_size: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True)] = None
     """Total width of the shared experts; None for none."""
-    moe_router_topk: Annotated[int, Facts(at_least=1, needs="num_experts", core=True)] = 2
+    moe_router_topk: Annotated[int, Facts(at_least=1, needs="num_experts", core=True, unseen=True)] = 2
     """Experts per token."""
     moe_router_load_balancing_type: Annotated[str | list[str], Facts(core=True)] = "aux_loss"
     """aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none; or a list of several losses."""
-    moe_router_score_function: Annotated[Literal["softmax", "sigmoid"], Facts(core=True)] = "softmax"
+    moe_router_score_function: Annotated[Literal["softmax", "sigmoid"], Facts(core=True, unseen=True)] = "softmax"
     """Scores of the router."""
     moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, Facts(needs="num_experts", core=True)] = None
     """Precision in which the router computes; default that of the model. fp32 is steadier with many experts."""
-    moe_router_num_groups: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True)] = None
+    moe_router_num_groups: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True, unseen=True)] = None
     """Groups of experts for group-limited routing."""
-    moe_router_group_topk: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True)] = None
+    moe_router_group_topk: Annotated[int | None, Facts(at_least=1, needs="num_experts", core=True, unseen=True)] = None
     """Groups that a token may use."""
-    moe_router_topk_scaling_factor: Annotated[float | None, Facts(above=0, needs="num_experts", core=True)] = None
+    moe_router_topk_scaling_factor: Annotated[
+        float | None, Facts(above=0, needs="num_experts", core=True, unseen=True)
+    ] = None
     """Factor on the routing weights."""
     moe_router_enable_expert_bias: Annotated[bool, Facts(needs="num_experts", core=True)] = False
     """Aux-loss-free balancing by a bias per expert."""
-    moe_router_pre_softmax: Annotated[bool, Facts(needs="num_experts", core=True)] = False
+    moe_router_pre_softmax: Annotated[bool, Facts(needs="num_experts", core=True, unseen=True)] = False
     """Softmax before the top-k selection."""
     moe_aux_loss_coeff: Annotated[float | list[float], Facts(at_least=0, needs="num_experts", core=True)] = 0.0
     """Weight of the load-balancing loss, or a list with the weight of each."""

@@ -290,9 +290,9 @@ class RunConfig:
     """Take weights and optimizer state from `load`, and begin at step 0."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
-    override: list[Literal["lr_schedule", "batch", "data", "optimizer"]] = field(default_factory=list)
-    """Continue from a checkpoint of another learning-rate schedule, global batch or data; the log names what differs. A
-    difference that is not asked for ends the start."""
+    override: list[Literal["lr_schedule", "batch", "data", "model", "optimizer"]] = field(default_factory=list)
+    """Continue from a checkpoint of another learning-rate schedule, global batch, data, model (keys that no weight's
+    shape shows) or optimizer; the log names what differs. A difference that is not asked for ends the start."""
     override_opt_param_scheduler: bool = False
     """The schedule of this configuration holds if the checkpoint's differs (like override lr_schedule)."""
     use_checkpoint_opt_param_scheduler: bool = False
