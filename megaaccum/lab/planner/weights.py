@@ -15,6 +15,7 @@ from megaaccum.lab.planner.stages import Stage
 from megaaccum.model.sizes import padded_rows
 from megaaccum.pretrain.metrics import param_count
 from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.param_count import norm_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,15 @@ def stage_parameters(model: ModelConfig, stage: Stage, vocab_size: int, at: Rank
         tied = not model.untie_embeddings_and_output_weights
         total = total + Elements(0 if tied and stage.embedding else table, 0)
     if stage.final_norm:
-        total = total + Elements(_norm(model), 0)
+        total = total + Elements(norm_parameters(model, model.hidden_size), 0)
     return total
-
-
-def _norm(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def _prediction(model: ModelConfig) -> _Parts:
     """A multi-token-prediction layer: three norms, a 2h x h matrix cut over tp, and a layer like the last one."""
     inner = _layer(model, expert_layers(model)[-1])
-    return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + 3 * _norm(model), inner.expert)
+    norms = 3 * norm_parameters(model, model.hidden_size)
+    return _Parts(inner.cut + 2 * model.hidden_size**2, inner.whole + norms, inner.expert)
 
 
 def _layer(model: ModelConfig, moe: bool) -> _Parts:
@@ -100,18 +98,18 @@ def _layer(model: ModelConfig, moe: bool) -> _Parts:
 def _whole_on_every_tp_rank(model: ModelConfig, moe: bool) -> int:
     """Norms, the biases of matrices whose output is summed over tp, the router, and latent down-projections."""
     hidden = model.hidden_size
-    whole = 2 * _norm(model)
+    whole = 2 * norm_parameters(model, hidden)
     if model.add_bias_linear:
         whole += hidden * (1 if moe else 2)  # those of routed experts count as experts
     if model.multi_latent_attention:
         whole += _latent_whole(model)
     elif model.qk_layernorm:
-        whole += 2 * (model.kv_channels or 0) * (2 if model.normalization == "LayerNorm" else 1)
+        whole += 2 * norm_parameters(model, model.kv_channels or 0)
     return whole + (hidden * (model.num_experts or 0) if moe else 0)
 
 
 def _latent_whole(model: ModelConfig) -> int:
     """Down-projections of latent attention are whole on every tp rank, and the norms of the latents with them."""
     widths = model.kv_lora_rank + (model.q_lora_rank or 0)
-    norms = widths * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
+    norms = norm_parameters(model, widths) if model.qk_layernorm else 0
     return model.hidden_size * (widths + model.qk_pos_emb_head_dim) + norms

@@ -56,7 +56,7 @@ def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
         # An extra layer is shaped like the last one.
         prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.num_experts)),
         active_prediction=extra * (_prediction_extra(model) + _layer(model, is_moe[-1], model.moe_router_topk)),
-        head=_norm(model, model.hidden_size) + output,
+        head=norm_parameters(model, model.hidden_size) + output,
     )
 
 
@@ -73,10 +73,11 @@ def expert_parameters(model: ModelConfig) -> int:
 def _layer(model: ModelConfig, moe: bool, num_experts: int | None) -> int:
     attention = _latent_attention(model) if model.multi_latent_attention else _attention(model)
     mlp = _experts(model, num_experts or 0) if moe else _mlp(model, model.ffn_hidden_size or 0)
-    return attention + mlp + 2 * _norm(model, model.hidden_size)
+    return attention + mlp + 2 * norm_parameters(model, model.hidden_size)
 
 
-def _norm(model: ModelConfig, width: int) -> int:
+def norm_parameters(model: ModelConfig, width: int) -> int:
+    """A norm of `width` channels: LayerNorm has a bias too."""
     return width * (2 if model.normalization == "LayerNorm" else 1)
 
 
@@ -85,14 +86,14 @@ def _attention(model: ModelConfig) -> int:
     channels = model.kv_channels or 0
     qkv = (model.num_attention_heads + 2 * (model.num_query_groups or 0)) * channels
     biases = qkv * (model.add_bias_linear or model.add_qkv_bias) + model.hidden_size * model.add_bias_linear
-    return attention_weights(model) + biases + (2 * _norm(model, channels) if model.qk_layernorm else 0)
+    return attention_weights(model) + biases + (2 * norm_parameters(model, channels) if model.qk_layernorm else 0)
 
 
 def _latent_attention(model: ModelConfig) -> int:
     """Multi-latent attention: its matrices, the output's bias, norms on the latents."""
     latents = model.kv_lora_rank + (model.q_lora_rank or 0)
     bias = model.hidden_size * model.add_bias_linear
-    return attention_weights(model) + bias + (_norm(model, latents) if model.qk_layernorm else 0)
+    return attention_weights(model) + bias + (norm_parameters(model, latents) if model.qk_layernorm else 0)
 
 
 def _mlp(model: ModelConfig, width: int) -> int:
@@ -110,4 +111,4 @@ def _experts(model: ModelConfig, count: int) -> int:
 
 def _prediction_extra(model: ModelConfig) -> int:
     """Parameters of a multi-token-prediction layer beside a transformer layer: three norms, and a 2h x h matrix."""
-    return 3 * _norm(model, model.hidden_size) + 2 * model.hidden_size**2
+    return 3 * norm_parameters(model, model.hidden_size) + 2 * model.hidden_size**2
