@@ -26,22 +26,19 @@ def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -
 
 
 def _open(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> RunLog:
-    is_writer, vocab = int(os.environ["RANK"]) == 0, data.vocabulary.size
+    vocab, opening = data.vocabulary.size, None
+    if is_writer := int(os.environ["RANK"]) == 0:
+        predicted = advisor.predicted(plan, vocab, device=_device_name(), device_bytes=_device_bytes())
+        opening = receipts.opening(
+            plan, data_digest=data.digest, vocab_size=vocab, ranks=ranks, predicted=predicted, start_step=start_step
+        )
     return RunLog(
         plan,
         is_writer=is_writer,
         flops_per_step=flops.step_flops(plan.config, plan.batch, vocab_size=vocab),
         peak_flops=flops.peak_flops(_device_name(), plan.config.sharding.params_dtype or "fp32"),
         start_step=start_step,
-        opening=_opening(plan, data, advisor, start_step, ranks) if is_writer else None,
-    )
-
-
-def _opening(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> dict[str, Any]:
-    vocab = data.vocabulary.size
-    predicted = advisor.predicted(plan, vocab, device=_device_name(), device_bytes=_device_bytes())
-    return receipts.opening(
-        plan, data_digest=data.digest, vocab_size=vocab, ranks=ranks, predicted=predicted, start_step=start_step
+        opening=opening,
     )
 
 

@@ -346,12 +346,11 @@ def _without_effect(given: ParsedFlags, reading: Reading) -> None:
 
 def _overlap(given: ParsedFlags, reading: Reading) -> None:
     """Switch off overlapped communication where it is not supported; only time changes."""
-    if reading.values.get("overlap_moe_expert_parallel_comm") and reading.values.get("mtp_num_layers"):
-        if reading.values.get("loss_norm") != "token":
-            reading.values["overlap_moe_expert_parallel_comm"] = False
-            reading.notes.append(
-                "--overlap-moe-expert-parallel-comm: off, as prediction layers weigh each micro-batch."
-            )
+    values = reading.values
+    weighs_each = values.get("mtp_num_layers") and values.get("loss_norm") != "token"
+    if values.get("overlap_moe_expert_parallel_comm") and weighs_each:
+        values["overlap_moe_expert_parallel_comm"] = False
+        reading.notes.append("--overlap-moe-expert-parallel-comm: off, as prediction layers weigh each micro-batch.")
 
 
 _LENGTHS = {
