@@ -22,7 +22,7 @@ class Facts:
     fixed: bool = False
     """A checkpoint is read only into a model with the same value."""
     unseen: bool = False
-    """Another value computes something else with the same weights: a run resumes with the same one, or is told."""
+    """Another value computes something else with the same weights: a run resumes only with the same one."""
     lr_state: str = ""
     """The number of Megatron's learning-rate schedule that it decides; a run resumes only with the same one."""
     in_samples: bool = False
