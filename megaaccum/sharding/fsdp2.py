@@ -155,6 +155,8 @@ class Fsdp2Backend(ShardingBackend):
             for other, part in zip(found, self.sums.pop_others(param), strict=True):
                 if part is not None:
                     fill(other.view(ranks, -1).split(widths, dim=1)[number], part.reshape(-1))
+                    if part.is_cuda:  # fully_shard reduces in a stream that has not made it, and is not done with it
+                        part.record_stream(torch.cuda.current_stream())
         return found
 
     def _on_gradient(self, held: Any, param: torch.nn.Parameter) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from megaaccum.errors import ConfigError
 from megaaccum.sharding import fsdp2
@@ -14,3 +17,26 @@ def test_an_older_torch_is_refused_with_what_it_lacks(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch_fsdp2, "check", lambda: ["FSDPState._fsdp_param_groups is missing"])
     with pytest.raises(ConfigError, match=r"needs the fully_shard of torch 2\.13.*_fsdp_param_groups is missing"):
         fsdp2._check_torch()
+
+
+def test_a_sum_that_the_stream_of_reductions_reads_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of the backward made it, and would give its memory to the next layer's gradients."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: object) -> None:
+            noted.append((stream, other.tolist()))
+
+    noted: list[object] = []
+    other, param = torch.zeros(2), torch.zeros(2)
+    backend = object.__new__(fsdp2.Fsdp2Backend)
+    backend._groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))  # type: ignore[assignment]
+    backend.sums = SimpleNamespace(  # type: ignore[assignment]
+        num_parts=lambda: 2, pop_others=lambda param: [torch.ones(2).as_subclass(OnGpu)]
+    )
+    monkeypatch.setattr(torch_fsdp2, "reduced", lambda module: [param])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "reductions")
+    monkeypatch.setattr(torch, "zeros_like", lambda flat: other)
+    assert backend._others(object(), param) == [other]  # type: ignore[arg-type]
+    assert noted == [("reductions", [1.0, 1.0])], "after the read"
