@@ -110,7 +110,7 @@ class Tally:
 
     def add(self, weight: torch.Tensor | float) -> None:
         """Take note of a weight alone: the losses are another loop's to report."""
-        given = torch.as_tensor(weight, device=cpu.device()).detach().double().reshape(())
+        given = cpu.to_device(torch.as_tensor(weight)).detach().double().reshape(())
         self.losses.append(torch.zeros_like(given))
         self.weights.append(given)
         self.reports.append({})
@@ -157,7 +157,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     elif not isinstance(weight, torch.Tensor):
         weight = torch.as_tensor(weight)
-    weight = weight.detach().to(device=total.device, dtype=torch.float64, copy=True)
+    weight = cpu.to_device(weight.detach()).to(device=total.device, dtype=torch.float64, copy=True)
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
     # Cloned, as the weight is: what is reported must not change if the caller changes it in place.
@@ -212,7 +212,7 @@ class ReportReducer:
     def _parts(self, name: str, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
         zero = torch.zeros((), dtype=torch.float64, device=cpu.device())
         pairs = [
-            self._part(name, reports[name].double(), weight) if name in reports else (zero, zero)
+            self._part(name, cpu.to_device(reports[name]).double(), weight) if name in reports else (zero, zero)
             for reports, weight in zip(tally.reports, tally.weights, strict=True)
         ]
         return tally.total([p for p, _ in pairs]), tally.total([q for _, q in pairs])

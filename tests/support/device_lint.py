@@ -59,7 +59,7 @@ def _marked(tensor: torch.Tensor) -> bool:
 
 class _Devices(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.device.__get__:
+        if func == torch.Tensor.device.__get__:  # each look-up makes another object
             return GPU if _marked(args[0]) else HOST
         if func is torch.Tensor.pin_memory:
             return args[0]
