@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
+from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.validate import Channel, Message, receives, sends
 
@@ -221,7 +222,7 @@ class Mail:
         self._kept: dict[tuple[Channel, Message], tuple[dist.Work, torch.Tensor]] = {}
         self._outbox = _Outbox(polls=channels.on_nccl)
         self._ahead, self._small = (AHEAD_ON_NCCL, 0) if channels.on_nccl else (AHEAD, SMALL)
-        self._stream = torch.cuda.current_stream() if channels.on_nccl else None
+        self._stream = torch.cuda.current_stream() if cpu.has_accelerator() else None
         self._closed = list(self._due)
         self._needs, self._num_sent = needs, 0
         self._to_fill: set[Channel] = set()  # after the next send

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megaaccum.executor.p2p import SMALL, Mail, _Outbox
+from megaaccum.platform import cpu
 from megaaccum.schedule.registry import build
 
 PATIENCE = 20.0
@@ -108,8 +109,10 @@ def test_a_send_that_fails_is_told(polls):
         outbox.close()
 
 
-def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch):
-    """Also the first ones, which follow a send that Megatron's schedule plans issue in their communication stream."""
+@pytest.mark.parametrize("on_nccl", [True, False])
+def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch, on_nccl: bool):
+    """Also the first ones, which follow a send that Megatron's schedule plans issue in their communication stream, and
+    those of a first flush, through host memory."""
     streams, made = ["compute"], []
 
     @contextmanager
@@ -127,14 +130,16 @@ def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.Mon
         work.left.set()
         return work
 
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    channels = SimpleNamespace(rank=1, members=[0, 1, 2], on_nccl=True, send=done, receive=done)
+    channels = SimpleNamespace(rank=1, members=[0, 1, 2], on_nccl=on_nccl, send=done, receive=done)
     mail = Mail(build("gpipe", pp=3, num_microbatches=4), channels, new_buffer, {})  # type: ignore[arg-type]
     mail.receive(0, "F", (0, 0))
     with stream("communication"):
         mail.send(torch.zeros(1), 2, "F")
-    assert made == ["compute"] * 3  # the first activation, the second one ahead, and the first gradient
+    # The first activation, the second one ahead, and the first gradient; without NCCL all, as they are small.
+    assert made == ["compute"] * (3 if on_nccl else 8)
 
 
 def noted(nbytes: int) -> tuple[Mail, list[str]]:
