@@ -42,7 +42,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
         # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
         # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
         return torch.optim.AdamW(groups, fused=False, **options)
-    fused = _fused_adam() if _takes_fused(plan) else None
+    fused = _fused_adam(on_dtensors=plan.config.sharding.backend == "fsdp2") if _takes_fused(plan) else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
@@ -109,11 +109,14 @@ def _takes_fused(plan: Plan) -> bool:
     return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
 
 
-def _fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """Transformer Engine's FusedAdam, else apex's, else None (torch's fused kernel serves then)."""
+def _fused_adam(*, on_dtensors: bool) -> Callable[..., torch.optim.Optimizer] | None:
+    """Transformer Engine's FusedAdam, else apex's, which reads plain memory, else None (torch's fused kernel serves
+    then)."""
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
+        if on_dtensors:
+            return None
         try:
             from apex.optimizers import FusedAdam
         except ImportError:

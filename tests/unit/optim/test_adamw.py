@@ -1,0 +1,27 @@
+"""Which fused Adam steps a rank's parameters on a GPU."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megaaccum.optim import adamw
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("deepspeed", "apex"), ("fsdp2", "torch")])
+def test_apex_steps_plain_memory_alone(monkeypatch: pytest.MonkeyPatch, backend: str, kind: str):
+    """It gives its kernel the addresses of tensors, which a DTensor has none of."""
+    module = ModuleType("apex.optimizers")
+    module.FusedAdam = lambda *_, **__: "apex"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", module)
+    monkeypatch.setattr(adamw, "_takes_fused", lambda plan: True)
+    monkeypatch.setattr(adamw, "_trained", lambda *_: [])
+    monkeypatch.setattr(adamw.by_pattern, "split_groups", lambda *_: [])
+    monkeypatch.setattr(adamw, "raise_on_all_ranks", lambda action, *args: action(*args))
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *_, **__: "torch")
+    keys = SimpleNamespace(optimizer="adam", lr=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+    config = SimpleNamespace(optimizer=keys, sharding=SimpleNamespace(backend=backend, reproducible="none"))
+    assert adamw.build(SimpleNamespace(config=config), []) == kind  # type: ignore[arg-type, comparison-overlap]
