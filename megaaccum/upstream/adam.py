@@ -9,7 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,16 +48,18 @@ def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     run = partial(_run, optimizer, [alike.index(options) for options in dict.fromkeys(alike)])  # one of each kind
     whole, states, changed = run((2, 3))
     if changed:  # a number matters if steps that begin without it are others
-        beyond, resumed = run((2, 3), sizes=2 * _SIZES)[0], run((2, 3), states=deepcopy(states), values=whole[-1])[0]
+        beyond, resumed = run((2, 3), sizes=2 * _SIZES)[0], _again(run, whole, deepcopy(states), values=whole[-1])
         changed = {} if torch.allclose(beyond[len(_SIZES) :], resumed, atol=1e-6) else changed
     count = next((type(state["step"]) for state in states if "step" in state), None)
     states = [{kind: value for kind, value in each.items() if kind != "step" and value is not None} for each in states]
     kinds = [tuple(sorted(kind for kind in each if getattr(each[kind], "shape", None) == (2, 3))) for each in states]
     others = sorted({kind for each, own in zip(states, kinds, strict=True) for kind in each.keys() - {*own}})
     others += [*sorted(changed), *([] if (whole != whole[0]).any() else [OWN_LIST])]
-    first = {"step": _counted(count, 0, whole.device)} if count else {}
+    if [*map(_forms, run((64, 64))[1])] != [*map(_forms, states)]:
+        others.append("another state for parameters of 4,096 elements or more")
+    first = {"step": _counted(count, 0, _count_device(optimizer, whole))} if count else {}
     zeros = [{kind: torch.zeros((2, 3), device=whole.device) for kind in own} | deepcopy(first) for own in kinds]
-    if not others and not torch.allclose(whole, run((2, 3), states=zeros)[0], atol=1e-6):
+    if not others and not torch.allclose(whole, _again(run, whole, zeros), atol=1e-6):
         others.append("a state that does not begin at zero")
     try:
         parts = [run((size,), start) for start, size in ((0, 2), (2, 4))]
@@ -72,6 +74,13 @@ def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     tensors = sorted(set().union(*kinds))
     _KEPT[optimizer] = Kept(tuple(tensors), tuple(others), tuple(sorted(changed)), count, cuts)
     return _KEPT[optimizer]
+
+
+def _again(run: Any, like: torch.Tensor, states: Any, **begun: Any) -> torch.Tensor:
+    """The values of steps from `states`, not numbers where the optimizer cannot step from these."""
+    with suppress(Exception):  # of any kind: it looks for what it keeps beside them
+        return cast("torch.Tensor", run((2, 3), states=states, **begun)[0])
+    return torch.full_like(like, math.nan)
 
 
 def _run(
@@ -89,7 +98,8 @@ def _run(
     whose steps FP32 shows."""
     kept, held = dict(vars(optimizer)), [param for group in optimizer.param_groups for param in group["params"]]
     memo: dict[int, Any] = dict.fromkeys(map(id, held), torch.nn.Parameter(torch.empty(0))) | {id(optimizer): optimizer}
-    line = torch.linspace(-1.0, 2.0, 6, dtype=torch.float32, device=held[0].device)[start:][: math.prod(shape)]
+    line = torch.linspace(-1.0, 2.0, 6, dtype=torch.float32, device=held[0].device)
+    line = line.repeat(-(-math.prod(shape) // 6))[start:][: math.prod(shape)]
     begun = 1.0 + line.expand(len(numbers), -1) / 4 if values is None else values
     params = [torch.nn.Parameter(each.reshape(shape).clone()) for each in begun]
     try:
@@ -114,6 +124,12 @@ def _run(
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(kept)
+
+
+def _forms(state: dict[str, Any]) -> dict[str, tuple[type, torch.dtype | None]]:
+    """The types in a parameter's state without its count: what is kept in 8 bits is so of large parameters alone."""
+    held = {kind: value for kind, value in state.items() if kind != "step" and value is not None}
+    return {kind: (type(value), getattr(value, "dtype", None)) for kind, value in held.items()}
 
 
 def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
@@ -159,7 +175,7 @@ def state_of(adam: torch.optim.Optimizer, flat: torch.Tensor, kinds: Iterable[st
             state[kind] = torch.zeros_like(flat)
     if (count := _count_of(adam)) and "step" not in state:
         # torch does not add to a state that exists: a step after a checkpoint of a run that never stepped needs it.
-        state["step"] = _counted(count, 0, flat.device)
+        state["step"] = _counted(count, 0, _count_device(adam, flat))
     return {kind: state[kind] for kind in kinds}
 
 
@@ -196,6 +212,13 @@ def _count_of(optimizer: torch.optim.Optimizer) -> type | None:
     return None if kept.others else kept.count  # a state that is not made whole is not begun
 
 
+def _count_device(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> torch.device | None:
+    """The device of a parameter's count of steps. torch's Adam reads it on the host, which would wait for a GPU once
+    per parameter and step, unless its kernel reads it."""
+    by_kernel = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return flat.device if by_kernel or not isinstance(optimizer, torch.optim.Adam) else None
+
+
 def _counted(count: type, num_steps: int, device: torch.device | None = None) -> object:
     return num_steps if count is int else torch.tensor(float(num_steps), dtype=torch.float32, device=device)
 
@@ -204,7 +227,7 @@ def set_adam_step(adam: torch.optim.Optimizer, flats: list[torch.Tensor], num_st
     """Continue Adam's bias correction from `num_steps`."""
     if count := _count_of(adam):
         for flat in flats:
-            adam.state[flat]["step"] = _counted(count, num_steps, flat.device)
+            adam.state[flat]["step"] = _counted(count, num_steps, _count_device(adam, flat))
     else:
         for group in adam.param_groups:
             group["step"] = num_steps

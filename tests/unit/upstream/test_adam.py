@@ -110,3 +110,48 @@ def test_a_rate_at_which_fp32_shows_nothing(lr):
 def test_an_optimizer_that_takes_a_closure():
     with pytest.raises(TypeError, match="closure"):
         adam.look_at(torch.optim.LBFGS(torch.nn.Linear(3, 4).parameters()))
+
+
+class InFewBits(torch.optim.Optimizer):
+    """Momentum with codes of 8 bits, whose scales lie beside them, as bitsandbytes' and torchao's; that of a small
+    parameter is in FP32. beside: scales lie in the optimizer, of all parameters, as those of Transformer Engine's."""
+
+    def __init__(self, params, *, beside=False):
+        super().__init__(params, dict(lr=0.1))
+        self.beside, self._scales = beside, {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                scales = self._scales if self.beside else state
+                if not state and (self.beside or param.numel() >= 4096):
+                    state["momentum"] = torch.zeros_like(param, dtype=torch.int8)
+                    scales[param if self.beside else "scale"] = torch.ones(())
+                codes = state.setdefault("momentum", torch.zeros_like(param))
+                scale = scales[param] if self.beside else state.get("scale", torch.ones(()))
+                momentum = codes * scale * 0.9 + param.grad
+                if codes.dtype is torch.int8:
+                    scale.copy_(momentum.abs().amax() / 127)
+                codes.copy_(momentum / scale if codes.dtype is torch.int8 else momentum)
+                param.add_(momentum, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("beside", "others"),
+    [(False, "another state for parameters of 4,096 elements or more"), (True, "self._scales")],
+)
+def test_states_in_few_bits_are_not_those_of_a_checkpoint(beside, others):
+    assert others in adam.look_at(InFewBits(torch.nn.Linear(3, 4).parameters(), beside=beside)).others
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_a_count_lies_where_the_step_reads_it(capturable, device):
+    """A GPU's count that the host reads would be waited for, once per parameter and step."""
+    param = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.AdamW([param], capturable=capturable)
+    adam.state_of(optimizer, param, ("exp_avg",))
+    assert optimizer.state[param]["step"].device.type == device
+    adam.set_adam_step(optimizer, [param], 3)
+    assert optimizer.state[param]["step"].device.type == device
