@@ -46,7 +46,7 @@ class AgreedOrder:
         # Ranks of tp reduce experts together if these are not cut over it. Otherwise a group that communicates anyway.
         self._among = groups.dp_cp if plan.layout.etp == plan.layout.tp else groups.collection.tp_dp_cp
         self._params, self._reduce = list(params), reduce
-        in_pieces = plan.config.parallel.overlap_moe_expert_parallel_comm
+        chunks, in_pieces = list(chunks), plan.config.parallel.overlap_moe_expert_parallel_comm
         self._turns = ExpertTurns(chunks, self.add, splits=plan.layout.splits_backward, in_pieces=in_pieces)
         self.uses: Counter[int] = Counter()
         self._exchanges, self._at_end = plan.layout.ep > 1, False
@@ -54,6 +54,10 @@ class AgreedOrder:
         self._complete: dict[int, None] = {}
         """ids of the parameters with a complete gradient, in the order in which they were added."""
         self._begun = 0
+        overlaps = any(getattr(getattr(chunk, "config", None), "moe_shared_expert_overlap", False) for chunk in chunks)
+        self._of_streams = cpu.has_accelerator() and overlaps
+        self._ready: dict[int, torch.cuda.Event] = {}
+        """Where a GPU's streams are several: when each gradient is complete, by id."""
 
     def begin(self) -> None:
         """Begin a reduction."""
@@ -64,6 +68,8 @@ class AgreedOrder:
 
     def came(self, param: torch.nn.Parameter) -> None:
         """Take note of a parameter's final gradient. Raises FlushError if it was complete without it."""
+        if self._of_streams:  # it may be handed over from another one's stream
+            self._ready[id(param)] = torch.cuda.current_stream().record_event()
         self._turns.came(param)
 
     def add(self, param: torch.nn.Parameter) -> None:
@@ -97,8 +103,11 @@ class AgreedOrder:
 
     def _reduce_in_turn(self) -> None:
         while self._begun < len(self._order) and id(self._order[self._begun]) in self._complete:
+            param = self._order[self._begun]
             self._begun += 1
-            self._reduce(self._order[self._begun - 1])
+            if (ready := self._ready.pop(id(param), None)) is not None:
+                ready.wait()
+            self._reduce(param)
 
     def _agreed(self) -> list[torch.nn.Parameter]:
         """The parameters in the order in which the first rank has added them."""

@@ -17,11 +17,13 @@ def test_apex_steps_plain_memory_alone(monkeypatch: pytest.MonkeyPatch, backend:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", module)
-    monkeypatch.setattr(adamw, "_takes_fused", lambda plan: True)
-    monkeypatch.setattr(adamw, "_trained", lambda *_: [])
+    monkeypatch.setattr(adamw.cpu, "has_accelerator", lambda: True)
     monkeypatch.setattr(adamw.by_pattern, "split_groups", lambda *_: [])
-    monkeypatch.setattr(adamw, "raise_on_all_ranks", lambda action, *args: action(*args))
+    monkeypatch.setattr(adamw, "raise_on_all_ranks", lambda action, *args: [])
     monkeypatch.setattr(torch.optim, "AdamW", lambda *_, **__: "torch")
     keys = SimpleNamespace(optimizer="adam", lr=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
-    config = SimpleNamespace(optimizer=keys, sharding=SimpleNamespace(backend=backend, reproducible="none"))
+    sharding = SimpleNamespace(
+        backend=backend, reproducible="none", offload_optimizer="none", optimizer_dtype=None, params_dtype=None
+    )
+    config = SimpleNamespace(optimizer=keys, sharding=sharding)
     assert adamw.build(SimpleNamespace(config=config), []) == kind  # type: ignore[arg-type, comparison-overlap]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,10 @@ def test_a_sum_that_the_stream_of_reductions_reads_keeps_its_memory(monkeypatch:
 
     noted: list[object] = []
     other, param = torch.zeros(2), torch.zeros(2)
-    backend = object.__new__(fsdp2.Fsdp2Backend)
-    backend._groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))  # type: ignore[assignment]
-    backend.sums = SimpleNamespace(  # type: ignore[assignment]
-        num_parts=lambda: 2, pop_others=lambda param: [torch.ones(2).as_subclass(OnGpu)]
-    )
+    sums = SimpleNamespace(num_parts=lambda: 2, pop_others=lambda param: [torch.ones(2).as_subclass(OnGpu)])
+    backend: Any = SimpleNamespace(_groups=SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1)), sums=sums)
     monkeypatch.setattr(torch_fsdp2, "reduced", lambda module: [param])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "reductions")
     monkeypatch.setattr(torch, "zeros_like", lambda flat: other)
-    assert backend._others(object(), param) == [other]  # type: ignore[arg-type]
+    assert fsdp2.Fsdp2Backend._others(backend, object(), param) == [other]  # type: ignore[arg-type]
     assert noted == [("reductions", [1.0, 1.0])], "after the read"

@@ -2,6 +2,7 @@
 
 import torch
 
+from megaaccum.step import loss
 from megaaccum.step.loss import ReportReducer, Tally, read_triple
 from tests.support.device_lint import following, on_gpu
 
@@ -15,13 +16,14 @@ def test_a_report_of_some_microbatches_is_added_up_on_the_device(monkeypatch):
     stacked: list[set[str]] = []
     stack = torch.stack
     with following():
+        monkeypatch.setattr(loss, "gathered", lambda mine: [mine])
         monkeypatch.setattr(torch, "stack", lambda tensors: (stacked.append(devices(tensors)), stack(tensors))[1])
         tally, reducer = Tally(), ReportReducer({"images": "sum"})
         for reports in ({"images": 3}, {}, {"images": on_gpu(torch.tensor(2))}):
             _, weight, kept = read_triple((on_gpu(torch.ones(())), torch.tensor(4.0), reports))
             tally.weights.append(weight)
             tally.reports.append(kept)
-        reducer._names = ["images"]
+        reducer.register(tally)
         sums = reducer.sums(tally)
         assert stacked == [{"cuda"}] * 2 and devices(tally.weights) == {"cuda"}
     assert sums[0].item() == 5.0
