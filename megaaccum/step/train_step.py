@@ -19,7 +19,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.agreement import any_rank, printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
@@ -189,6 +189,8 @@ class TrainStep:
         if short and self.plan.config.step.short_batch == "drop":
             return None, stop, short
         whole = self._whole(microbatches, batch)
+        if short:
+            return _known_to_all(whole), stop, short
         if total is not None and math.isnan(total):
             return replace(whole, weights=None), stop, short
         return replace(whole, total_weight=total), stop, short
@@ -496,7 +498,7 @@ class TrainStep:
             raise printed_once(StepError(f"step {self.opened.step} is open: end it with optim_step before a trial"))
         self._trial_batch = batch
         try:
-            found = self._whole(microbatches)
+            found = _known_to_all(self._whole(microbatches))
             opened = self.open(self.transaction.step + 1, world_sums.divisor_of(self, [found], alone=True))
             opened.calls.append(found)
             self.observer.phase("forward_backward")
@@ -526,3 +528,8 @@ class TrainStep:
         if self.opened is not None:
             calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
         return call_agreement.on_call(call, self, calls=calls, problem=problem, **facts)
+
+
+def _known_to_all(batch: Microbatches) -> Microbatches:
+    """`batch`, without its weights if some rank does not know its own. Collective over the world."""
+    return replace(batch, weights=None) if any_rank(batch.weights is None) else batch

@@ -65,29 +65,37 @@ def test_other_precisions(lane):
     check(cells)
 
 
-def known_at_the_end(case: Case, in_a_call: bool) -> Gradient:
-    """The gradient of a step whose weights the last stage alone knows in advance."""
+def known_at_the_end(case: Case, where: str, count: int) -> Gradient:
+    """The gradient of a step on `count` micro-batches whose weights the last stage alone knows in advance."""
     engine = engine_of(case, reports={"tokens": "sum"})
     rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
-    batches, seen = rig.microbatches(), {}
+    batches, seen = rig.microbatches()[:count], {}
     engine.backend.step = lambda: seen.update(rig.assemble())
     is_last = engine.groups.pp.rank() == engine.groups.pp.size() - 1
-    weights = [float(batch["loss_mask"].sum()) for batch in batches] if is_last else None
+
+    def weights(data):
+        return [float(batch["loss_mask"].sum()) for batch in data] if is_last else None
+
     function = partial(forward_step)
-    function.weights = lambda data: weights
-    if in_a_call:
-        engine.forward_backward(batches, weights=weights)
+    function.weights = weights
+    engine.train_steps.forward_step_func = function
+    if where == "call":
+        engine.forward_backward(batches, weights=weights(batches))
         result = engine.optim_step()
-    else:
-        engine.train_steps.forward_step_func = function
+    elif where == "step":
         result = engine.train_step(batches)
+    else:
+        trial = engine.train_steps.gradient(batches)
+        seen = {name: part * trial.factor for name, part in rig.assemble().items()}
+        return Gradient(seen, trial.norm, trial.loss, round(trial.reports["tokens"]), engine.groups.tp.rank())
     return Gradient(seen, result.grad_norm, result.loss, round(result.reports["tokens"]), engine.groups.tp.rank())
 
 
-@pytest.mark.parametrize("in_a_call", [True, False])
-def test_weights_that_the_last_stage_alone_knows_are_taken_for_unknown(in_a_call):
-    case = Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 ", FOUR)
-    assert problems(case, run_ranks(known_at_the_end, 2, case, in_a_call, timeout=60)) == []
+@pytest.mark.parametrize(("where", "count"), [("call", 8), ("step", 8), ("step", 6), ("trial", 8)])
+def test_weights_that_the_last_stage_alone_knows_are_taken_for_unknown(where, count):
+    case = Case(2, "--pipeline_model_parallel_size 2 --pp_microbatches 8 --short_batch pad ", FOUR)
+    ranks = run_ranks(known_at_the_end, 2, case, where, count, timeout=60)
+    assert problems(case, ranks, tuple(range(count))) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
