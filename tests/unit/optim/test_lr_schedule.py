@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
+from megaaccum.optim.chosen import keep_decays
 from megaaccum.optim.lr_schedule import build, param_groups, scheduler_arguments
 
 BATCH = 32
@@ -375,3 +377,20 @@ def test_the_schedule_drives_a_torch_optimizer():
     assert {group["lr"] for group in optimizer.param_groups} == {0.0}
     schedule.step()
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-4, wd) for wd in (0.1, 0.1, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "decay"),
+    [
+        ({}, 0.07),
+        ({"weight_decay": 0.2}, 0.2),
+        ({"start_weight_decay": 0.0, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"}, 0.2),
+    ],
+)
+def test_an_own_optimizer_has_its_decays_unless_the_plan_gives_some(keys, decay):
+    batch = dict(micro_batch_size=1, seq_length=8, global_batch_size=4)
+    plan = Plan.of(batch=batch, hidden_size=8, optimizer=dict(lr=1e-3, **keys), run=dict(train_iters=10))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=1e-3, weight_decay=0.07)
+    keep_decays(optimizer, plan)
+    build(optimizer, plan.config, plan.ramp).step(5 * 4)
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(decay)
