@@ -65,8 +65,7 @@ def keep_decays(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             "lr and train_iters of the plan make a learning-rate schedule, and the optimizer's groups have several"
             " rates: give each group its max_lr and min_lr, or leave lr out of the plan"
         )
-    given = plan.config.origin.keys() & {"weight_decay", "start_weight_decay"}
-    for group in () if given else groups:
+    for group in () if plan.config.origin.keys() & {"weight_decay", "start_weight_decay"} else groups:
         group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
 
 

@@ -189,9 +189,7 @@ class TrainStep:
         if short and self.plan.config.step.short_batch == "drop":
             return None, stop, short
         whole = self._whole(microbatches, batch)
-        if short:
-            return _known_to_all(whole), stop, short
-        if total is not None and math.isnan(total):
+        if any_rank(whole.weights is None) if short else total is not None and math.isnan(total):
             return replace(whole, weights=None), stop, short
         return replace(whole, total_weight=total), stop, short
 
@@ -498,7 +496,8 @@ class TrainStep:
             raise printed_once(StepError(f"step {self.opened.step} is open: end it with optim_step before a trial"))
         self._trial_batch = batch
         try:
-            found = _known_to_all(self._whole(microbatches))
+            found = self._whole(microbatches)
+            found = replace(found, weights=None) if any_rank(found.weights is None) else found
             opened = self.open(self.transaction.step + 1, world_sums.divisor_of(self, [found], alone=True))
             opened.calls.append(found)
             self.observer.phase("forward_backward")
@@ -528,8 +527,3 @@ class TrainStep:
         if self.opened is not None:
             calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
         return call_agreement.on_call(call, self, calls=calls, problem=problem, **facts)
-
-
-def _known_to_all(batch: Microbatches) -> Microbatches:
-    """`batch`, without its weights if some rank does not know its own. Collective over the world."""
-    return replace(batch, weights=None) if any_rank(batch.weights is None) else batch
