@@ -1,4 +1,4 @@
-"""A gradient that waits for its turn is handed over from another one's hook, and perhaps from another stream of the GPU."""
+"""A gradient that waits for its turn is handed over from the hook of another one, and perhaps from another stream."""
 
 from __future__ import annotations
 
