@@ -23,6 +23,7 @@ from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import STEPS, Results, Trials, candidates_of
 from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
+from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     """
     args, source = _parse(argv)
     config = source.loaded_config()
+    if args.hostfile is None:
+        check_files(config)  # what no layout could read
     world_size = _world_size(args, config)
     hardware = _hardware(args)
     workload = make_workload(config, world_size=world_size, hardware=hardware)
@@ -150,7 +153,9 @@ def _report(fallbacks: Fallbacks, best: Candidate | None, folder: Path, table: C
 
 
 def _short(outcome: Outcome) -> str:
-    return f"{outcome.seconds:.4g} s" if outcome.verdict == MEASURED else outcome.verdict
+    if outcome.verdict == MEASURED:
+        return f"{outcome.seconds:.4g} s"
+    return ": ".join([outcome.verdict, *outcome.text.splitlines()[-1:]])
 
 
 def _write(args: argparse.Namespace, trials: Trials, fallbacks: Fallbacks, best: Candidate) -> None:

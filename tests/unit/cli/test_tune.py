@@ -11,6 +11,8 @@ from megaaccum import cli
 from megaaccum.cli import tune
 from megaaccum.cli.arguments import Source, read_source
 from megaaccum.errors import ConfigError
+from megaaccum.lab.planner.fallbacks import FAILED, Outcome
+from megaaccum.lab.planner.trial import Trials
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 
@@ -20,6 +22,22 @@ def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main([*argv, "--knob", "mbs,recompte"]) == 2
     assert "--knob recompte (did you mean recompute?)" in capsys.readouterr().err
     assert not (tmp_path / "tune").exists()
+
+
+def test_data_that_no_layout_could_read_ends_it_before_the_first(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
+    argv = ["tune", str(CONFIG), "--gpus", "4", "--output", str(tmp_path / "tune"), "--tokenizer_model", "nowhere.json"]
+    assert cli.main(argv) == 1
+    assert "cannot read tokenizer nowhere.json" in capsys.readouterr().err
+    assert not (tmp_path / "tune").exists()
+
+
+def test_the_line_of_a_layout_that_failed_has_the_reason(tmp_path: Path, monkeypatch, capsys) -> None:
+    failed = Outcome(verdict=FAILED, text="exit code 1\nmegaaccum: error: no port")
+    monkeypatch.setattr(Trials, "run", lambda self, candidate: failed)
+    argv = ["tune", str(CONFIG), "--gpus", "4", "--fix", "tp=1,dbs=2", "--output", str(tmp_path / "tune")]
+    assert cli.main(argv) == 2
+    assert ": failed: megaaccum: error: no port\n" in capsys.readouterr().err
 
 
 def test_hosts_start_each_layout_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
