@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return texts.read_text(path, most=2 << 20)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}.") from None
+        installed = Path(sys.prefix, "share", "megaaccum", "configs", Path(path).name)  # by a wheel
+        is_there = isinstance(error, FileNotFoundError) and installed.is_file()
+        where = f"; megaaccum's own is {installed}" if is_there else ""
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}{where}.") from None
 
 
 def is_yaml(text: str, path: str | os.PathLike[str]) -> bool:

@@ -218,6 +218,15 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     assert "No such file" in text
 
 
+def test_a_missing_file_that_a_wheel_installs_is_told_with_its_place(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    installed = tmp_path / "share" / "megaaccum" / "configs" / "tiny.yaml"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("num_layers: 4\n")
+    (text,) = problems(Path("configs/tiny.yaml"))
+    assert f"No such file or directory; megaaccum's own is {installed}." in text
+
+
 @pytest.mark.parametrize("text", ["lr: [1\n", "- lr\n- 1\n", "just words\n"])
 def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, text: str) -> None:
     (problem,) = problems(write(tmp_path, text))
