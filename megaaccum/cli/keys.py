@@ -17,7 +17,7 @@ from megaaccum.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the list, or the keys that are named. Raises ConfigError for a name that is no key."""
+    """Print the list, or the keys or sections that are named. Raises ConfigError for a name that is neither."""
     if any(word in ("-h", "--help") for word in argv):
         print("usage: megaaccum keys [NAME ...]\n\n" + (__doc__ or "").strip())
         return 0
@@ -27,15 +27,18 @@ def main(argv: Sequence[str]) -> int:
 
 def listing() -> str:
     """The names of all keys, by section."""
-    lines = []
-    for section, cls in SECTIONS.items():
-        names = " ".join(field.name for field in dataclasses.fields(cls))
-        lines += [f"{section}:", _wrapped(names)]
-    return "\n".join([*lines, "", "`megaaccum keys NAME` says what a key means; --no-NAME sets a boolean to false."])
+    told = "`megaaccum keys NAME` says what a key means; --no-NAME sets a boolean to false."
+    return "\n".join([*map(_section, SECTIONS), "", told])
+
+
+def _section(name: str) -> str:
+    return f"{name}:\n" + _wrapped(" ".join(field.name for field in dataclasses.fields(SECTIONS[name])))
 
 
 def describe(written: str) -> str:
-    """A key's section, values, default, other names and meaning."""
+    """A key's section, values, default, other names and meaning; of a section, its keys."""
+    if written in SECTIONS and canonical(written) is None:
+        return _section(written)
     name = canonical(written.removeprefix("--"))
     if name is None:
         raise ConfigError(f"there is no key {written}{nearest_keys(written)}: `megaaccum keys` lists them.")

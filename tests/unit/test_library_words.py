@@ -75,6 +75,9 @@ def test_a_key_is_described_by_any_of_its_names(capsys):
     for words in ("grad_accum_steps", "Device batches per optimizer step", "at least 1", "gradient_accumulation_steps",
                   "fp8_format", "section  quantization"):  # fmt: skip
         assert words in said
+    assert cli.main(["keys", "step", "optimizer"]) == 0  # a section, and a key with a section's name
+    said = capsys.readouterr().out
+    assert said.startswith("step:\n  loss_scale ") and "adam | lion | muon | soap" in said and "lr" not in said.split()
     assert cli.main(["keys", "epochs"]) == 2 and "did you mean train_iters?" in capsys.readouterr().err
     assert all(keys.describe(name) for name in all_keys())
 
