@@ -70,7 +70,8 @@ def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
 
     names = [" ".join(command.words) for command in COMMANDS]
     for length in (2, 1):
-        near = get_close_matches(" ".join(argv[:length]), names, n=1)
+        begun = [name for name in names if name.startswith(f"{argv[0]} ") and length == 1]
+        near = begun or get_close_matches(" ".join(argv[:length]), names, n=1)
         if near:
             raise MegaaccumError(
                 f"there is no command {' '.join(argv[:length])!r}; did you mean `megaaccum {near[0]}`?"

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `megaaccum convert` with these arguments; returns the exit code, 2 if the source has errors."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
-        return 0
+        return 0 if argv else 2
     with read_source(argv).load() as loaded:
         if not loaded.problems:
             print(as_yaml(loaded.config, loaded.name, loaded.world_size), end="")

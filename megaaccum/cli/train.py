@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, on this rank or on ranks that this process starts. Returns an exit code; raises MegaaccumError."""
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip(), keys.listing(), sep="\n\n")
-        return 0
+        return 0 if argv else 2
     output.protect()
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     """Verify, and return the exit code. Raises MegaaccumError."""
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
-        return 0
+        return 0 if argv else 2
     if argv[0].partition("=")[0] == "--weights":
         return verify_weights.main(argv)
     from megaaccum.lab.verification import launched, report, user_model

@@ -88,7 +88,12 @@ def test_a_bug_keeps_its_traceback(command):
 
 @pytest.mark.parametrize(
     ("argv", "near"),
-    [(["trian"], "`megaaccum train`"), (["data", "buidl"], "`megaaccum data build`"), (["build"], None)],
+    [
+        (["trian"], "`megaaccum train`"),
+        (["data", "buidl"], "`megaaccum data build`"),
+        (["data", "--help"], "`megaaccum data build`"),
+        (["build"], None),
+    ],
 )
 def test_an_unknown_command_names_the_nearest(capsys, argv, near):
     assert cli.main(argv) == 2
@@ -102,6 +107,13 @@ def test_help_lists_every_command(capsys, argv):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert all(" ".join(command.words) in out for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["train", "convert", "verify"])
+def test_a_command_without_its_configuration_shows_its_help_and_fails(capsys, name):
+    """A script whose variable is empty does not pass for a run."""
+    assert [cli.main([name]), cli.main([name, "--help"])] == [2, 0]
+    assert f"megaaccum {name}" in capsys.readouterr().out
 
 
 def test_version(capsys):
