@@ -127,10 +127,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return texts.read_text(path, most=2 << 20)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        installed = Path(sys.prefix, "share", "megaaccum", "configs", Path(path).name)  # by a wheel
-        is_there = isinstance(error, FileNotFoundError) and installed.is_file()
-        where = f"; megaaccum's own is {installed}" if is_there else ""
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}{where}.") from None
+        own = Path(sys.prefix, "share", "megaaccum", "configs", Path(path).name)  # installed by a wheel
+        reason += f"; megaaccum's own is {own}" if own.is_file() else ""
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}.") from None
 
 
 def is_yaml(text: str, path: str | os.PathLike[str]) -> bool:
