@@ -23,7 +23,7 @@ from megaaccum.pretrain.interop.load import load
 TOP = 6
 MODEL = dict(
     num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=64, global_batch_size=16, lr=1e-3, train_iters=100,
-    vocab_size=512,
+    vocab_size=2048,
 )  # fmt: skip
 WRITTEN = ("--write", "best.yaml", "--calibrate", "hardware.yaml")
 RUN = """
