@@ -38,7 +38,7 @@ class BareLoop:
         self._last = False
         self._reduced: set[int] = set()
         for param in self._zero.params:
-            pytorch.on_gradient(param, self._on_gradient)
+            pytorch.OnGradient(param, self._on_gradient)
         hooks = chunks[0].config
         hooks.no_sync_func, hooks.param_sync_func, hooks.grad_sync_func = self._no_sync, None, None
         hooks.grad_scale_func, hooks.finalize_model_grads_func = None, self._finalize

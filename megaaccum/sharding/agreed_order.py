@@ -57,7 +57,7 @@ class AgreedOrder:
         overlaps = any(getattr(getattr(chunk, "config", None), "moe_shared_expert_overlap", False) for chunk in chunks)
         self._of_streams = cpu.has_accelerator() and overlaps
         self._ready: dict[int, torch.cuda.Event] = {}
-        """Where a GPU's streams are several: when each gradient is complete, by id."""
+        """When each gradient is complete on a GPU whose streams are several, by id."""
 
     def begin(self) -> None:
         """Begin a reduction."""

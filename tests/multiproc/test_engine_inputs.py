@@ -340,7 +340,8 @@ def dying(*args, **keys):
 
     class Dying(torch.optim.AdamW):
         def step(self, closure=None):
-            if any(param.numel() > 6 for group in self.param_groups for param in group["params"]):
+            held = [param for group in self.param_groups for param in group["params"]]
+            if any(param.numel() > 6 and param.shape != (64, 64) for param in held):  # those that a look takes
                 raise RuntimeError("a kernel died")
             super().step()
 
