@@ -175,7 +175,8 @@ def shared_experts(subject: Subject) -> Iterator[str]:
 
 
 def gathered_tokens(subject: Subject) -> Iterator[str]:
-    """Megatron-core's allgather dispatcher gathers as many tokens from every rank of the experts."""
+    """Megatron-core's allgather dispatcher gathers as many tokens from every rank of the experts. Experts that are
+    padded take as many from each as they have of their own rank: it sends no counts."""
     model, parallel = subject.model, subject.parallel
     ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
     gathers = model.num_experts is not None and model.moe_token_dispatcher_type == "allgather" and ranks > 1
@@ -184,4 +185,10 @@ def gathered_tokens(subject: Subject) -> Iterator[str]:
             f"moe_token_dispatcher_type allgather gathers as many tokens from each of {ranks} ranks, but"
             " variable_seq_lengths lets them differ: set moe_token_dispatcher_type to alltoall, or variable_seq_lengths"
             " to false and pad to seq_length."
+        )
+    pads = model.moe_pad_expert_input_to_capacity and parallel.expert_model_parallel_size > 1
+    if pads and subject.batch.variable_seq_lengths:
+        yield (
+            "moe_pad_expert_input_to_capacity takes as many tokens from each rank, but variable_seq_lengths lets them"
+            " differ: set it, or variable_seq_lengths, to false."
         )

@@ -198,6 +198,15 @@ BROKEN: list[Case] = [
         ["each of 2 ranks", "moe_token_dispatcher_type to alltoall"],
     ),
     (
+        "gathered_tokens",
+        2,
+        dict(
+            num_experts=8, expert_model_parallel_size=2, moe_expert_capacity_factor=1.0, variable_seq_lengths=True,
+            moe_pad_expert_input_to_capacity=True,
+        ),
+        ["moe_pad_expert_input_to_capacity takes as many tokens from each rank", "to false"],
+    ),
+    (
         "biases_of_experts",
         2,
         dict(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=True, add_bias_linear=True),
