@@ -23,7 +23,7 @@ import torch
 from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
-from megaaccum.config.keys import names_where, value
+from megaaccum.config.keys import values_where
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
@@ -151,8 +151,8 @@ class Engine:
         self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
         inner = optimizer_of(plan, chunks, optimizer) if self.trains else no_optimizer(plan)
-        has_schedule = self.trains and plan.config.optimizer.lr and plan.config.run.train_iters
-        if optimizer is not None and has_schedule:
+        self._has_schedule = self.trains and plan.config.optimizer.lr and plan.config.run.train_iters
+        if optimizer is not None and self._has_schedule:
             raise_on_all_ranks(keep_decays, inner, plan)
         self._unkept = adam.kept_by(inner).others
         self.backend = sharding.build(plan, groups, chunks, inner)
@@ -168,9 +168,8 @@ class Engine:
     def _begin_at_zero(self, plan: Plan) -> None:
         """Begin at step 0 of `plan`."""
         self.plan = plan
-        has_schedule = self.trains and plan.config.optimizer.lr and plan.config.run.train_iters
         self.lr_schedule: LrSchedule | None = (
-            lr_schedule.build(self.backend, plan.config, plan.ramp) if has_schedule else None
+            lr_schedule.build(self.backend, plan.config, plan.ramp) if self._has_schedule else None
         )
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         self.train_steps.transaction = Transaction(plan, self.lr_schedule)
@@ -386,7 +385,7 @@ class Engine:
 
     def _unseen(self) -> dict[str, Any]:
         """Keys of the model that no weight's shape shows."""
-        return {name: value(self.plan.config, name) for name in names_where(lambda facts: facts.unseen)}
+        return values_where(self.plan.config, lambda facts: facts.unseen)
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megaaccum.checkpoint import pieces
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.untrusted_reader import CheckpointReader
-from megaaccum.config.keys import names_where, value
+from megaaccum.config.keys import values_where
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
 from megaaccum.errors import CheckpointError
@@ -47,7 +47,7 @@ __all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
     """The properties that must be equal between a checkpoint and the model that loads it, whatever their layouts.
     vocab_size: before padding."""
-    fixed = {name: value(plan.config, name) for name in names_where(lambda facts: facts.fixed)}
+    fixed = values_where(plan.config, lambda facts: facts.fixed)
     return fixed | {"vocab_size": vocab_size, _PADDED: padded_vocab_size(plan.config, vocab_size)}
 
 

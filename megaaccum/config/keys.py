@@ -69,6 +69,11 @@ def names_where(holds: Callable[[Facts], object]) -> tuple[str, ...]:
     return tuple(key.name for key in all_keys().values() if holds(key.facts))
 
 
+def values_where(config: schema.Config, holds: Callable[[Facts], object]) -> dict[str, Any]:
+    """The values in `config` of the keys whose facts fulfil `holds`."""
+    return {name: value(config, name) for name in names_where(holds)}
+
+
 def keys_that_need(other: str) -> tuple[str, ...]:
     """The keys that have no effect without `other` (`Facts.needs`), in the schema's order."""
     return names_where(lambda facts: facts.needs == other)

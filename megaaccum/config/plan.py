@@ -15,7 +15,7 @@ from megaaccum.config import slurm
 from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
-from megaaccum.config.keys import names_where, value
+from megaaccum.config.keys import value, values_where
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
 from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedules
@@ -174,7 +174,7 @@ class Plan:
 
     def facts(self) -> dict[str, object]:
         """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
-        keys = {name: value(self.config, name) for name in names_where(lambda facts: not facts.per_host)}
+        keys = values_where(self.config, lambda facts: not facts.per_host)
         layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
         keys |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}

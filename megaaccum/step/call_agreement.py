@@ -65,8 +65,7 @@ def on_step(
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
         copies = torch.distributed.get_world_size() // steps.groups.dp.size()
-        known = total / copies if not unknown else None
-        return agreed.stop, "", math.nan if unknown >= _NO_WEIGHTS else known
+        return agreed.stop, "", math.nan if unknown >= _NO_WEIGHTS else None if unknown else total / copies
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
     policy = plan.config.step.short_batch
     note = short_batch.too_few(counts, dp_ranks, wanted=batch.num_microbatches, policy=policy, step=step)
