@@ -341,8 +341,11 @@ def _ready(p: Problem, this: int, ends: Sequence[float]) -> float:
 
 def _gap_before(p: Problem, passes: list[int], at: int, ready: float, ends: Sequence[float]) -> int | None:
     """The first position before `at` where that pass fits between two others, not before `ready`."""
-    seconds, found = p.seconds[passes[at]], None
+    this, found = passes[at], None
+    seconds, needed = p.seconds[this], (this - p.per_kind, this - 1 if this % p.m else -1)
     for i in range(at - 1, -1, -1):
+        if passes[i] in needed:  # where it takes no time, its start is not before `ready` either
+            break
         then = ends[passes[i]] - p.seconds[passes[i]]
         before = ends[passes[i - 1]] if i else 0.0
         if max(before, ready) + seconds <= then + TINY * then:
@@ -360,13 +363,15 @@ def _later(problem: Problem, order: Order) -> Order:
     for this in sorted((each for each in done if each >= W * p.per_kind), key=lambda each: -ends[each]):
         rank = p.rank_of[this]
         passes, seconds = order[rank], p.seconds[this]
-        due = makespan if this % p.m == p.m - 1 else ends[this + 1] - p.seconds[this + 1]
-        at, end = passes.index(this), makespan
-        for i in range(len(passes) - 1, at, -1):
-            if min(end, due) - seconds >= ends[passes[i]] * (1 - TINY):
+        last, end = len(passes) - 1, makespan
+        if this % p.m != p.m - 1:  # before that of the next micro-batch
+            last, end = passes.index(this + 1) - 1, ends[this + 1] - p.seconds[this + 1]
+        at = passes.index(this)
+        for i in range(last, at, -1):
+            if end - seconds >= ends[passes[i]] * (1 - TINY):
                 then = _with_moved(passes, at, i)
                 if p.peak(then) <= p.room[rank]:
-                    order[rank], ends[this] = then, min(end, due)
+                    order[rank], ends[this] = then, end
                 break
             end = ends[passes[i]] - p.seconds[passes[i]]
     return order

@@ -116,6 +116,20 @@ def test_a_search_is_no_slower_than_what_it_starts_from():
         assert found.seconds <= simulate(schedule, costs).makespan
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_passes_that_take_no_time_keep_their_order(seed):
+    """Measured costs are 0 where a chunk took no longer than one between the ends: a gap of no time is before a pass of
+    no time as well as after it."""
+    chance = random.Random(seed)
+    forward, input_grad, weight_grad = ([chance.choice([0, 0, 1, 2]) for _ in range(6)] for _ in range(3))
+    costs = Costs(forward=[1 + each for each in forward], input_grad=input_grad, weight_grad=weight_grad)
+    if seed % 2:
+        costs = Costs(forward=forward, input_grad=[1 + each for each in input_grad], weight_grad=weight_grad)
+    named = build("interleaved", pp=2, num_microbatches=6, chunks=3)
+    problem = Problem(costs, stages=named.stages, num_microbatches=6, limit=max(Memory.counted(6).peaks(named)))
+    validate(search_order(problem, start=[named], iterations=100).schedule)
+
+
 def test_what_is_not_proved_does_not_leave():
     """An order that deadlocks, one over the limit, and one that the search has timed wrongly."""
     problem = Problem(random_costs(0, 2), stages=stage_map("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
