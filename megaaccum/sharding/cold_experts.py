@@ -157,13 +157,11 @@ class ColdExperts:
         for layer in self._layers:
             layer.commit()
 
+    @torch.no_grad()
     def offload(self, param: torch.nn.Parameter) -> None:
         """If `param` is a cold expert's, move what a backward has left in its gradient to host memory."""
-        if id(param) in self.params:
-            self._move(param)
-
-    @torch.no_grad()
-    def _move(self, param: torch.nn.Parameter) -> None:
+        if id(param) not in self.params:
+            return
         grad, param.grad = param.grad, None
         assert grad is not None, "called for a gradient that has come"
         if self._departures is not None:

@@ -43,9 +43,10 @@ class DdpBackend(AccumulatingBackend):
         super().__init__(plan, groups, chunks)
         self.optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
-        self._masters = {id(param): _master(param) for _, param in names.named_parameters(chunks) if _is_16_bit(param)}
+        named = list(names.named_parameters(chunks))
+        self._16_bit = [param for _, param in named if _is_16_bit(param)]
+        self._masters = {id(param): _master(param) for param in self._16_bit}
         """FP32 master weight of each 16-bit parameter that is trained."""
-        named = names.named_parameters(chunks)
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}
         for group in optimizer.param_groups:
@@ -57,8 +58,8 @@ class DdpBackend(AccumulatingBackend):
         self._ddp = [ddp for ddps in self._of_chunk for ddp in ddps]
         # An average over the ranks of experts would be another than that of the rest.
         sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
-        self._fp32_sums = Fp32Sums(self._compute_params(), chunks)
-        for param in self._compute_params():
+        self._fp32_sums = Fp32Sums(self._16_bit, chunks)
+        for param in self._16_bit:
             pytorch.OnGradient(param, self._hand_to_master)
         for ddp in self._ddp if self.sums.in_one_order else ():
             for param in _trainable(ddp):
@@ -97,10 +98,6 @@ class DdpBackend(AccumulatingBackend):
             return [chunk]
         parts = ([param for param in trained if not names.is_expert(param)], own_ranks)
         return [torch.nn.ParameterList([self._masters.get(id(p), p) for p in part]) for part in parts if part]
-
-    def _compute_params(self) -> list[torch.nn.Parameter]:
-        """The 16-bit parameters that have masters, in the order of these."""
-        return [param for _, param in names.named_parameters(self._chunks) if id(param) in self._masters]
 
     def _hand_to_master(self, param: torch.nn.Parameter) -> None:
         """Add a micro-batch's gradient to the master's in FP32, as a backward of its own: DDP's reducer (torch 2.13)
@@ -239,7 +236,7 @@ class DdpBackend(AccumulatingBackend):
     @torch.no_grad()
     def _round_masters(self) -> None:
         """Set the 16-bit parameters to their rounded masters."""
-        for param in self._compute_params():
+        for param in self._16_bit:
             param.copy_(self._masters[id(param)])
 
     def own_state(self) -> Iterator[StatePiece]:

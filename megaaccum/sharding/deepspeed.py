@@ -42,6 +42,9 @@ class DeepSpeedBackend(AccumulatingBackend):
     Collective over the world. Raises what deepspeed.initialize raises.
     """
 
+    streams = False
+    """Whether the gradients of each micro-batch are reduced, not their sum (sync streaming)."""
+
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks)
         own_ranks = experts.assign_groups(groups, chunks)
@@ -55,7 +58,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         if own_ranks and plan.config.sharding.zero_stage != 3:
             zero12.separate_experts(model, optimizer)
         config = zero12.zero1_config(deepspeed_config(plan), dtype)
-        if plan.config.sharding.sync == "streaming":
+        if self.streams:
             # One parameter after the other comes to the device and is cut; deepspeed.initialize would bring all first.
             deepspeed.zero.Init(
                 model, data_parallel_group=groups.dp_cp, config_dict_or_path=config, dtype=dtype, mpu=Mpu(groups)
@@ -76,7 +79,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         fused = bool(getattr(getattr(chunks[0], "config", None), "gradient_accumulation_fusion", False))
         if fused:
             self.sums = SumsOfKernels(self.driver.params)
-        looks_at_each = fused or self._looks_at_each_microbatch(plan)
+        takes_each = self.sums.in_one_order or plan.config.sharding.cold_expert_offload
+        looks_at_each = fused or takes_each or self.streams
         self._hears_each = looks_at_each or self._in_order.counts_uses
         self._hears_until_agreed = self._hears_each and not looks_at_each
         self._accumulate_in = accumulate_in
@@ -84,7 +88,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         for param in rounded:
             param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
         self.fp32_sums: Fp32Sums | None = None
-        takes_each = self.sums.in_one_order or plan.config.sharding.cold_expert_offload
         if rounded and accumulate_in is torch.float32 and not takes_each:
             self.fp32_sums = Fp32Sums(rounded, chunks)
         if self._hears_each:
@@ -197,10 +200,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         return held | {"host": [*held.get("host", ()), *self._cold.tensors()]}
 
     # --- gradients ---
-
-    def _looks_at_each_microbatch(self, plan: Plan) -> bool:
-        """Whether something is done with the gradients of single micro-batches, and not with their sum alone."""
-        return self.sums.in_one_order or plan.config.sharding.cold_expert_offload
 
     def _set_syncing(self, syncing: bool) -> None:
         """Have autograd call for a gradient only while it is final, and not for every parameter in every backward."""

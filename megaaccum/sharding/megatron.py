@@ -81,7 +81,7 @@ class MegatronBackend(AccumulatingBackend):
             megatron.reduce_scatter(ReduceScatter(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
-                pytorch.OnGradient(param, self._on_gradient)
+                pytorch.OnGradient(param, self.sums.accept)  # before Megatron's DDP looks, which adds the sum of all
         self._bucket = {id(param): group for ddp in self._ddp for group, param in megatron.bucketed(ddp)}
         """The bucket group of each parameter."""
         self._missing: Counter[Any] = Counter()
@@ -175,10 +175,6 @@ class MegatronBackend(AccumulatingBackend):
 
     def _show_main_grad(self, param: torch.nn.Parameter) -> None:
         self._show(self._names[id(param)], param, param.main_grad)  # type: ignore[attr-defined]
-
-    def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        """Take the micro-batch's gradient, before Megatron's DDP looks, which adds the sum of all to its buffer."""
-        self.sums.accept(param)
 
     def _reduce(self) -> None:
         """Finish the reduction that a last backward began, or make all of it now."""

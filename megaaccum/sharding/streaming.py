@@ -64,6 +64,8 @@ class Unit:
 class StreamingBackend(DeepSpeedBackend):
     """Fills the hooks for ZeRO-3 with parameters that come and go. Arguments as for DeepSpeedBackend."""
 
+    streams = True
+
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks, optimizer)
         assert isinstance(self.driver, zero.Zero3), "streaming is a sync mode of ZeRO-3"
@@ -73,7 +75,9 @@ class StreamingBackend(DeepSpeedBackend):
         self._owner = {id(param): unit for unit in self.units for param in unit.own}
         readers = Counter(id(param) for unit in self.units for param in unit.params)
         self._read_elsewhere = {key for key, count in readers.items() if count > 1}
-        _keep_within(self.units, plan.config.sharding.max_live_parameters)
+        live = itertools.accumulate(unit.numel for unit in self.units)
+        for unit, elements in zip(self.units, live, strict=True):  # the first units stay gathered through the flush
+            unit.kept = elements <= plan.config.sharding.max_live_parameters
         self._reducer = ReducerByRanks(plan, groups, self.sums)
         self._batch = plan.batch
         self._trees: dict[int, SumTree] = {}
@@ -93,9 +97,6 @@ class StreamingBackend(DeepSpeedBackend):
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
-
-    def _looks_at_each_microbatch(self, plan: Plan) -> bool:
-        return True
 
     # --- Megatron's hooks: the flush as a whole needs little ---
 
@@ -385,11 +386,3 @@ def _bytes(params: list[torch.nn.Parameter]) -> int:
     """Bytes of the whole parameters, gathered or not; one that no other rank shares is its shard."""
     shared = [param for param in params if param.ds_numel > param.partition_numel()]  # type: ignore[attr-defined]
     return sum(param.ds_numel * param.element_size() for param in shared)  # type: ignore[attr-defined]
-
-
-def _keep_within(units: list[Unit], max_live_parameters: int) -> None:
-    """Let the first units stay gathered through the flush, as many as fit into `max_live_parameters` elements."""
-    live = 0
-    for unit in units:
-        live += unit.numel
-        unit.kept = live <= max_live_parameters

@@ -182,13 +182,13 @@ class AnyOrder:
     in_one_order = False
     count = 1
     rounded: torch.dtype | None = None
+    of_backward = 0
+    """The micro-batch of the backward, I or W that runs."""
+    in_last_flush = True
+    """Whether the flush that runs has the step's last micro-batch."""
 
     def num_parts(self, param: torch.nn.Parameter | None = None) -> int:
         return 1
-
-    @property
-    def of_backward(self) -> int:
-        return 0
 
     @property
     def microbatch(self) -> int:
@@ -198,10 +198,6 @@ class AnyOrder:
 
     def missing(self, count: int) -> str:
         return ""
-
-    @property
-    def in_last_flush(self) -> bool:
-        return True
 
     def begin_flush(self, first: int, stop: int) -> None: ...
 
@@ -253,7 +249,7 @@ class MicrobatchSums(AnyOrder):
         """This rank's micro-batches of the step."""
         self._rank, self._ranks = rank, ranks
         self._experts, self._blocks, self._cp = experts, blocks, cp
-        self._first = self._stop = self._forward = self._backward = 0
+        self._first = self._forward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
         self._others: dict[int, list[torch.Tensor | None]] = {}
@@ -299,14 +295,9 @@ class MicrobatchSums(AnyOrder):
             " it as many, or set reproducible to none."
         )
 
-    @property
-    def in_last_flush(self) -> bool:
-        """Whether the flush that runs has the step's last micro-batch."""
-        return self._stop == self.count
-
     def begin_flush(self, first: int, stop: int) -> None:
         """A flush begins, of the micro-batches `first` to `stop` - 1 of the step."""
-        self._first, self._stop = first, stop
+        self._first, self.in_last_flush = first, stop == self.count
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Note that the forward of micro-batch `microbatch` of the step begins."""
@@ -314,21 +305,16 @@ class MicrobatchSums(AnyOrder):
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Note that gradients from now on are those of micro-batch `microbatch` of the step."""
-        self._backward = microbatch
+        self.of_backward = microbatch
 
     def begin_weight_grad(self, index: int) -> None:
         """The same, in a W of micro-batch `index` of the flush."""
-        self._backward = self._first + index
-
-    @property
-    def of_backward(self) -> int:
-        """The micro-batch of the backward, I or W that runs."""
-        return self._backward
+        self.of_backward = self._first + index
 
     @property
     def microbatch(self) -> int:
         """Which one runs, in a recomputed forward that of the backward."""
-        return self._backward if pytorch.in_backward() else self._forward
+        return self.of_backward if pytorch.in_backward() else self._forward
 
     def accept(self, param: torch.nn.Parameter) -> bool:
         """Take the current micro-batch's gradient from `param.grad`. True if it was the last: the sum is there."""
@@ -352,7 +338,7 @@ class MicrobatchSums(AnyOrder):
         if id(param) not in self._trees:
             self._trees[id(param)] = SumTree(runs.leaves, self.rounded, nodes=runs.nodes(rank))
         start = starts[source] if len(starts) > 1 else starts[0] + source * self.count
-        return self._trees[id(param)].add(start + self._backward, grad)
+        return self._trees[id(param)].add(start + self.of_backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""

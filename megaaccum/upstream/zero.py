@@ -107,7 +107,7 @@ class ZeroDriver(ABC):
     @staticmethod
     def numel(param: torch.nn.Parameter) -> int:
         """Elements of the whole parameter."""
-        return param.numel()
+        return int(getattr(param, "ds_numel", param.numel()))
 
     @property
     @abstractmethod
@@ -139,13 +139,15 @@ class ZeroDriver(ABC):
         partitions."""
         averaged = [grad for grads in (self.optimizer.averaged_gradients or {}).values() for grad in grads or ()]
         state = [*self.masters, *optimizer_tensors(self.optimizer.optimizer)]
+        # Those of ZeRO-1 and -2 may be added up beside `param.grad`.
+        whole = [each for param in self.params for each in (param.grad, getattr(param, "grad_accum", None))]
         grads = [flat.grad for flat in self.masters if flat.grad is not None]
         shards, kept = ([], [*state, *grads]) if self._offloads else (grads, state)
         return {
             **self._held_parameters(),
             # Before gradients: those that were put into a bucket are views of it.
             "buffers": self._held_buckets(),
-            "gradients_whole": [*(param.grad for param in self.params if param.grad is not None), *self._held_sums()],
+            "gradients_whole": [grad for grad in whole if grad is not None],
             "gradients_shard": [*self._held_accumulators(), *averaged, *shards],
             "host" if self._offloads else "optimizer": kept,
         }
@@ -163,10 +165,6 @@ class ZeroDriver(ABC):
 
     @abstractmethod
     def _held_buckets(self) -> list[torch.Tensor]: ...
-
-    def _held_sums(self) -> list[torch.Tensor]:
-        """Whole gradients that are added up beside `param.grad`."""
-        return []
 
     def _held_accumulators(self) -> list[torch.Tensor]:
         """Partitions of gradients that the optimizer does not have yet."""
@@ -348,11 +346,6 @@ class Zero3(ZeroDriver):
 
     def _held_accumulators(self) -> list[torch.Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
-
-    @staticmethod
-    def numel(param: torch.nn.Parameter) -> int:
-        """Elements of the whole parameter."""
-        return partitioned(param).ds_numel
 
 
 def _own_part(param: torch.nn.Parameter) -> tuple[int, int]:

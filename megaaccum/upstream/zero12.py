@@ -166,9 +166,6 @@ class Zero12(ZeroDriver):
     def _held_buckets(self) -> list[torch.Tensor]:
         return [buffer for bucket in self.optimizer.ipg_buckets.values() for buffer in bucket.buffer]
 
-    def _held_sums(self) -> list[torch.Tensor]:
-        return [grad for param in self.params if (grad := getattr(param, "grad_accum", None)) is not None]
-
 
 def _padding(flat: torch.Tensor) -> torch.Tensor:
     """`flat`, marked as DeepSpeed marks what pads a partition."""
