@@ -76,14 +76,16 @@ class Flush:
         self._nothing: torch.Tensor | None = None
         self.num_tokens = torch.zeros([], dtype=torch.int, device=cpu.device())
         self.record = FlushRecord(schedule=schedule, rank=rank)
-        self._left = self._items()
+        self._left: Iterator[Item] = iter(schedule.items[rank])
+        if call.forward_only:
+            self._left = (action for action in schedule.actions(rank) if action.kind == "F")
 
     def run(self, items: int | None = None) -> None:
         """Run the rank's remaining actions in order, or the next `items` of them (a pair counts once). Raises
         FlushError, from the cause, naming rank, action and micro-batch."""
         has_backwards = items is None and not self.call.forward_only
         if has_backwards:
-            self._hooks.begin()
+            self._hooks.enter()
         try:
             for item in itertools.islice(self._left, items):
                 self._now = item
@@ -100,7 +102,7 @@ class Flush:
             raise self._failure(error) from error
         finally:
             if has_backwards:
-                self._hooks.end()
+                self._hooks.leave()
         if items is None:
             self._end()
 
@@ -119,12 +121,6 @@ class Flush:
     def _end(self) -> None:
         self.mail.finish()
         assert not (self._saved or self._owed or self._passed_on), "a valid schedule leaves nothing open"
-
-    def _items(self) -> Iterator[Item]:
-        if not self.call.forward_only:
-            yield from self.schedule.items[self.rank]
-        else:
-            yield from (action for action in self.schedule.actions(self.rank) if action.kind == "F")
 
     def _do(self, action: Action) -> None:
         """One action: a forward, an input gradient, a weight gradient, or the latter two (B)."""

@@ -56,10 +56,6 @@ class Hooks:
             if kind in "WB":
                 self._last_weight_grad[chunk] = microbatch
 
-    def begin(self) -> None:
-        """Before the first action: gradients stay on the rank."""
-        self._enter()
-
     def before_first_forward(self, chunk: int) -> None:
         if self._param_sync is not None:
             self._param_sync[chunk](self._chunks[chunk].parameters())
@@ -70,7 +66,7 @@ class Hooks:
     def after_input_grad(self, action: Action) -> None:
         if self._split is not None:
             self._split.after_input_grad(action.chunk)
-        self._enter()
+        self.enter()
 
     def before_weight_grad(self, action: Action) -> None:
         last = self._last_weight_grad[action.chunk] == action.microbatch
@@ -87,27 +83,25 @@ class Hooks:
         if self._split is not None:
             self._split.after_weight_grad(action.chunk)
         if self._grad_sync is not None and self._last_weight_grad[action.chunk] == action.microbatch:
-            self._leave()
+            self.leave()
             self._grad_sync[action.chunk](self._chunks[action.chunk].parameters())
-        self._enter()
-
-    def end(self) -> None:
-        """After the last action, or when the flush has failed."""
-        self._leave()
+        self.enter()
 
     def _expect(self, *, final: bool) -> None:
         # With a grad_sync_func the backend takes gradients when they are all there, not one by one.
         if final and self._grad_sync is None:
-            self._leave()
+            self.leave()
         else:
-            self._enter()
+            self.enter()
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Gradients stay on the rank: before the first action, and again after what was final."""
         if self._inside is None:
             self._inside = self._no_sync()
             self._inside.__enter__()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Gradients that come are final; also after the last action, or when the flush has failed."""
         if self._inside is not None:
             inside, self._inside = self._inside, None
             inside.__exit__(None, None, None)

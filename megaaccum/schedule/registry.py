@@ -175,7 +175,9 @@ def build(
         name, num_microbatches=num_microbatches, placement=known.placement, chunks=chunks, items=table
     )
     schedule = replace(schedule, by_megatron=known.by_megatron)
-    return schedule if name in BUILT_IN else _validated(schedule)
+    if name not in BUILT_IN:
+        validate(schedule)
+    return schedule
 
 
 def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -189,11 +191,6 @@ def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
 
     items = tuple(tuple(item for each in rank if (item := kept(each)) is not None) for rank in schedule.items)
     return replace(schedule, num_microbatches=num_microbatches, items=items)
-
-
-def _validated(schedule: Schedule) -> Schedule:
-    validate(schedule)
-    return schedule
 
 
 _BUILT_IN_ENTRIES = (
