@@ -74,9 +74,7 @@ class Meter:
         found: Traffic = {}
         self._counts, self._receiving, self.most_receiving = {}, 0, 0
 
-        def note(
-            collective: str, group: Any, dtype: torch.dtype, num_bytes: int, seconds: float, *, calls: int = 1
-        ) -> None:
+        def note(collective: str, group: Any, dtype: torch.dtype, num_bytes: int, seconds: float, calls: int) -> None:
             if collective == "recv":
                 self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)

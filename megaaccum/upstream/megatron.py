@@ -250,11 +250,8 @@ def when_added(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
     (megatron-core 0.19: `register_grad_ready`, called where reductions overlap). The caller starts a bucket group's
     reduction; `finish_grad_sync` starts what it did not, as in a first step without a count to compare with."""
 
-    def ready(param: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
-        call(param)
-
     for group in _bucket_groups(ddp):
-        group.register_grad_ready = ready
+        group.register_grad_ready = lambda param, *_: call(param)
 
 
 def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:

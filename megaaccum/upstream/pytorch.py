@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -186,7 +186,7 @@ class OnGradient:
     gradient, as a layer does that computes its weight gradient later. The hook on the gradient itself tells, which then
     is None."""
 
-    def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], None]):
+    def __init__(self, param: torch.nn.Parameter, call: Callable[[torch.nn.Parameter], object]):
         self._call, self._came = call, False
         self._handles = (param.register_hook(self._comes), param.register_post_accumulate_grad_hook(self._added))
 
@@ -228,20 +228,8 @@ Heard = tuple[str, torch.distributed.ProcessGroup, torch.dtype, int]
 """Collective, group, dtype and bytes of a tensor."""
 
 
-class Note(Protocol):
-    """A listener to collectives."""
-
-    def __call__(
-        self,
-        collective: str,
-        group: torch.distributed.ProcessGroup,
-        dtype: torch.dtype,
-        num_bytes: int,
-        seconds: float,
-        *,
-        calls: int = 1,
-    ) -> None: ...
-
+Note = Callable[[str, torch.distributed.ProcessGroup, torch.dtype, int, float, int], None]
+"""A listener to collectives: takes what was heard, the host's seconds, and how many calls it counts as."""
 
 _listeners: list[Note] = []
 _waited: dict[int, Heard] = {}
@@ -251,9 +239,9 @@ _waited: dict[int, Heard] = {}
 @contextlib.contextmanager
 def watched_collectives(note: Note) -> Iterator[None]:
     """Context in which `note` is called for each tensor that a collective over more than one rank is given (with the
-    bytes in it that other ranks send, for an all-to-all); then, with calls=0, for the seconds that the host waited for
-    it. torch has no public function that all of them pass (a dispatch mode sees every operator, and slows each one
-    down)."""
+    bytes in it that other ranks send, for an all-to-all); then, as no further call, for the seconds that the host
+    waited for it. torch has no public function that all of them pass (a dispatch mode sees every operator, and slows
+    each one down)."""
     _replace_collectives()
     _listeners.append(note)
     try:
@@ -294,7 +282,7 @@ def _replace_collectives() -> None:
 
 def _tell_waited(heard: Heard, seconds: float) -> None:
     for note in _listeners:
-        note(*heard, seconds, calls=0)
+        note(*heard, seconds, 0)
 
 
 def noting(method: Callable[..., Any], collective: str, position: int) -> Callable[..., Any]:
@@ -313,7 +301,7 @@ def noting(method: Callable[..., Any], collective: str, position: int) -> Callab
             heard = [(*each[:3], size) for each, size in zip(heard, sizes, strict=True)]
         for note in _listeners:
             for number, each in enumerate(heard):
-                note(*each, 0.0 if number else seconds)
+                note(*each, 0.0 if number else seconds, 1)
         if work is not None and heard:
             _waited[id(work)] = heard[0]
         return work

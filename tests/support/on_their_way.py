@@ -65,8 +65,8 @@ def _second_step(rig: Rig) -> Sent:
     ends: list[float] = []
     computed, finalize = Hooks.after_weight_grad, rig.backend.finalize_model_grads_func
 
-    def note(collective, group, dtype, num_bytes, seconds, **keys) -> None:
-        if keys.get("calls", 1) and collective in REDUCTIONS and group.group_name == experts:
+    def note(collective, group, dtype, num_bytes, seconds, count) -> None:
+        if count and collective in REDUCTIONS and group.group_name == experts:
             calls.append((num_bytes, time.perf_counter()))
 
     def after_weight_grad(self, action) -> None:
