@@ -83,7 +83,8 @@ class _Streams(dict[str, Any]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if super().__getitem__(name) is None:
-            self[name] = _state(_number(self.key, name, self.tp_rank))
+            seed = _number(self.key, name, self.tp_rank)
+            self[name] = torch.Generator(cpu.device()).manual_seed(seed).get_state()
         return cast("torch.Tensor", super().__getitem__(name))
 
 
@@ -94,8 +95,3 @@ def _number(key: str, stream: str, tp_rank: int) -> int:
     """A seed of 63 bits."""
     text = f"{key}/{stream}/{0 if stream in _SAME_OVER_TP else tp_rank}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _state(seed: int) -> torch.Tensor:
-    """The state of a generator of this rank's device that has just been seeded."""
-    return torch.Generator(cpu.device()).manual_seed(seed).get_state()

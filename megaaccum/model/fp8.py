@@ -65,11 +65,6 @@ class Fp8:
             te.make_states(chunk)
             self.tensors |= {PREFIX + over_stages(chunk, name): tensor for name, tensor in te.states(chunk)}
 
-    @property
-    def keeps_scales(self) -> bool:
-        """Whether there are chunks whose passes it has to follow."""
-        return bool(self._histories)
-
     # --- weights ---
 
     def begin_attempt(self) -> None:
@@ -96,7 +91,7 @@ class Fp8:
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Put the chunk's own histories in place; collective over the amax group."""
         if self._histories:
-            self._end_backward()
+            self.end_backward()
             self._histories[chunk].use()
             te.begin_recompute(self._queues[chunk])
 
@@ -112,15 +107,12 @@ class Fp8:
         """Put back what the forward of this micro-batch read. A chunk's backward has ended when the next pass begins,
         which is soon enough: nothing reads its scales before the chunk's own next backward."""
         if self._histories:
-            self._end_backward()
+            self.end_backward()
             self._backward_of = chunk
             te.use_recompute(self._recompute.pop((chunk, microbatch)))
 
-    def end_flush(self) -> None:
-        """End the last backward of a flush."""
-        self._end_backward()
-
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """End the backward that began last, if it has not ended: when the next pass begins, or a flush is over."""
         if self._backward_of is not None:
             self._histories[self._backward_of].use()
             self._backward_of = None

@@ -61,14 +61,15 @@ class Probe:
 
     Gradients that are not finite are noted and count as zero, so that the next micro-batch is seen for itself. A
     context manager: hooks on the parameters of `chunks` live inside it. The schedule must not put weight gradients off,
-    so that each belongs to the backward that runs.
+    so that each belongs to the backward that runs. Construction is collective over the expert-parallel group.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups):
         self._chunks = list(chunks)
         self._groups = groups
         self._current = (0, 0)
-        self._experts_tokens_of = _dp_ranks_of_expert_tokens(groups)
+        self._experts_tokens_of = tuple(sorted(set(gathered(groups.dp.rank(), groups.collection.ep))))
+        """Data-parallel ranks that send this rank's experts tokens, in order."""
         self._found: dict[tuple[int, int, bool, tuple[int, ...]], Finding] = {}
         self._inside = ExitStack()
 
@@ -120,11 +121,6 @@ class Probe:
     def gather(self) -> Findings:
         """The finds of all ranks, the same on each; collective over the world."""
         return Findings([finding for findings in gathered(list(self._found.values())) for finding in findings])
-
-
-def _dp_ranks_of_expert_tokens(groups: Groups) -> tuple[int, ...]:
-    """Data-parallel ranks that send this rank's experts tokens, in order; collective over the expert-parallel group."""
-    return tuple(sorted(set(gathered(groups.dp.rank(), groups.collection.ep))))
 
 
 def whole_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -18,11 +18,8 @@ class NormGuard:
 
     def __init__(self, step: StepConfig):
         self.action = step.grad_norm_guard
-        self._deviations = step.grad_norm_guard_deviations
-        self._window = step.grad_norm_guard_window
-        self._count = 0
-        self._mean = 0.0
-        self._variance = 0.0
+        self._deviations, self._window = step.grad_norm_guard_deviations, step.grad_norm_guard_window
+        self._count, self._mean, self._variance = 0, 0.0, 0.0
 
     @property
     def limit(self) -> float:

@@ -71,7 +71,9 @@ def _square(grads: list[torch.Tensor]) -> torch.Tensor:
     """The sum of the squares, float64."""
     if not grads:
         return torch.zeros((), dtype=torch.float64)
-    return torch.nn.utils.get_total_norm(_wide(grads)).double() ** 2
+    half = (torch.bfloat16, torch.float16)  # a norm in these would be rounded to 16 bits
+    wide = [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
+    return torch.nn.utils.get_total_norm(wide).double() ** 2
 
 
 _DIGITS, _BITS = 3, 20
@@ -112,12 +114,6 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
 
 _CHUNK = 2**22
 """Elements of a gradient that are widened at a time. Their digits add up to less than 2^53, which float64 holds."""
-
-
-def _wide(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of the same norm, of which none would round it to 16 bits: of a BF16 or FP16 gradient its norm."""
-    half = (torch.bfloat16, torch.float16)
-    return [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
 
 
 def counts_in_norm(shard: GradShard, groups: Groups) -> bool:

@@ -85,18 +85,15 @@ class Microbatches:
     def differ(self) -> bool:
         """Whether side losses of some micro-batch have another scale than those of the first."""
         scales = {
-            (self.expected_weight(index), self.num_tokens(index), self.token_weight(index), index in self.dummies)
+            (self.expected_weight(index), self.tokens[index], self.token_weight(index), index in self.dummies)
             for index in range(self.count)
         }
         return len(scales) > 1
 
-    def num_tokens(self, index: int) -> int:
-        return self.tokens[index]
-
     def expected_weight(self, index: int) -> float:
         if self.weights is not None:
             return self.weights[index]
-        return self.num_tokens(index) if self.expected is None else self.expected
+        return self.tokens[index] if self.expected is None else self.expected
 
     def token_weight(self, index: int) -> float:
         return 1.0 if self.token_weights is None else self.token_weights[index]

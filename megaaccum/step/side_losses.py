@@ -104,7 +104,7 @@ class SideLosses:
         if index in batch.dummies:
             return 0.0
         weight = self._mean_weight if self._divisor.total is not None else batch.expected_weight(index)
-        return self._divisor.in_loss * self._loss_scale * weight / batch.num_tokens(index)
+        return self._divisor.in_loss * self._loss_scale * weight / batch.tokens[index]
 
     def prediction_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""

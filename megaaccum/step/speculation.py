@@ -22,7 +22,7 @@ import torch
 from megaaccum.distributed.sums import post_sums, sums_over_ranks
 from megaaccum.step import grad_norm, world_sums
 from megaaccum.step.flush import flush_arguments
-from megaaccum.step.loss import Divisor
+from megaaccum.step.loss import Divisor, flag
 from megaaccum.step.microbatches import Microbatches, shapes_of
 from megaaccum.step.train_step import OpenStep, TrainStep
 
@@ -117,7 +117,7 @@ class SpeculativeTrainStep(TrainStep):
         factor = 1.0 / backend.loss_scale  # N is in the loss
         updates = self.is_unclipped(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
-        flags = [_scalar(stop), _scalar(not is_ready), _scalar(not updates)]
+        flags = [flag(stop), flag(not is_ready), flag(not updates)]
         parts = [square, *flags, torch.stack(world_sums.faults(self, opened.tally)).sum()]
         parts += world_sums.own_sums(self, opened)
         wait = post_sums(parts, self.groups.host, on_host=True)
@@ -185,7 +185,7 @@ class SpeculativeTrainStep(TrainStep):
             read = self.batch_of(upcoming)
             batch = batch if read.weights is None else read
         divisor = world_sums.divisor_of(self, [batch], alone=True)()
-        (unread,) = sums_over_ranks([_scalar(math.isnan(divisor.in_loss))], self.groups.tp)
+        (unread,) = sums_over_ranks([flag(math.isnan(divisor.in_loss))], self.groups.tp)
         return batch, divisor, not unread
 
 
@@ -206,7 +206,3 @@ def _undo(backend: ShardingBackend, num_updates: int) -> Callable[[], None]:
 
 def _state(backend: ShardingBackend) -> list[torch.Tensor]:
     return [tensor for piece in backend.state() for tensor in piece.tensors.values()]
-
-
-def _scalar(value: bool) -> torch.Tensor:
-    return torch.full((), float(value), dtype=torch.float64)

@@ -262,7 +262,7 @@ class TrainStep:
                 else:
                     part = batch.part(start, min(start + size, len(batch)))
                     self.schedule(**flush_arguments(self, opened, part, forward_only=forward_only))
-                self.fp8.end_flush()
+                self.fp8.end_backward()
         opened.reduced = reduce
 
     def reduce_and_measure(self, opened: OpenStep) -> Attempt:

@@ -192,7 +192,7 @@ def _in_reverse(run: Run) -> Tensors:
     with run.backend.no_sync_func():
         for loss in reversed(losses):
             loss.backward()
-    fp8.end_flush()
+    fp8.end_backward()
     return {name: param.grad.clone() for name, param in names.named_parameters(run.chunks) if param.grad is not None}
 
 

@@ -55,7 +55,7 @@ def test_a_run_without_fp8_has_nothing_to_do_and_needs_no_transformer_engine():
     none.end_forward(0, 0, None)
     none.begin_backward(0, 0)
     none.begin_attempt()
-    none.end_flush()
+    none.end_backward()
     none.restore(none.snapshot())
     assert none.tensors == {}
     assert none.overflow() is None
