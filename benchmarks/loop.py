@@ -315,10 +315,10 @@ def _learning_rates(plan, lr_schedule, steps: int) -> list[float]:
 
     weights = torch.nn.Linear(1, 1)
     adam = torch.optim.AdamW(lr_schedule.param_groups(list(weights.named_parameters()), 0.0), lr=1.0)
-    schedule, rates = lr_schedule.build(adam, plan.config), []
+    schedule, rates = lr_schedule.build(adam, plan.config, plan.ramp), []
     for _ in range(steps):
         rates.append(schedule.lr)
-        schedule.step()
+        schedule.step(plan.batch.global_batch_size)
     return rates
 
 

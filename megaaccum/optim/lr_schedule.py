@@ -32,13 +32,6 @@ class HasParamGroups(Protocol):
     def param_groups(self) -> list[ParamGroup]: ...
 
 
-class _Groups:
-    """Groups without an optimizer, in the shape that Megatron's scheduler reads."""
-
-    def __init__(self, param_groups: list[ParamGroup]):
-        self.param_groups = param_groups
-
-
 class LrSchedule:
     """Megatron's OptimizerParamScheduler, advanced by one committed optimizer step at a time.
 
@@ -57,8 +50,7 @@ class LrSchedule:
         factor_of: Callable[[int], float] = lambda size: 1.0,
     ):
         """ramp: the batch of each step, by which the steps of `config` were laid out as samples."""
-        self._scheduler, self._config = scheduler, config
-        self._ramp = self._laid_out_by = ramp
+        self._scheduler, self._config, self._laid_out_by = scheduler, config, ramp
         self._differing = differing
         self._factor_of, self._factor = factor_of, 1.0
         self.scale_to_batch(ramp.size_at(0))
@@ -78,10 +70,10 @@ class LrSchedule:
         """Samples of all steps that were committed."""
         return int(self._scheduler.num_steps)
 
-    def step(self, num_samples: int | None = None) -> None:
+    def step(self, num_samples: int) -> None:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
-        group. `num_samples` is that step's global batch, default what the ramp has after as many samples."""
-        self._scheduler.step(increment=self._ramp.size_at(self.num_samples) if num_samples is None else num_samples)
+        group. `num_samples` is that step's global batch."""
+        self._scheduler.step(increment=num_samples)
 
     def scale_to_batch(self, batch_size: int) -> None:
         """The next step takes `batch_size` sequences: where the learning rate follows the batch of the step
@@ -163,20 +155,15 @@ def _ramp_of(state: dict[str, Any]) -> BatchRamp:
     return BatchRamp(tuple((start, size) for start, size in state["laid_out_by"]), {})
 
 
-def build(
-    optimizer_or_groups: HasParamGroups | list[ParamGroup], config: Config, ramp: BatchRamp | None = None
-) -> LrSchedule:
+def build(optimizer: HasParamGroups, config: Config, ramp: BatchRamp) -> LrSchedule:
     """The schedule that Megatron-LM builds from the same flags, before the first step: every group of the
-    optimizer (or of the list) has its `lr` and `weight_decay` set.
+    optimizer has its `lr` and `weight_decay` set.
 
     `config` is a resolved one: train_iters, lr and global_batch_size are there, and the rules of
-    `megaaccum.config.rules` hold. ramp: the batch of each step (Plan.ramp); default: global_batch_size. Imports
-    megatron.core and so torch.
+    `megaaccum.config.rules` hold. ramp: the batch of each step (Plan.ramp). Imports megatron.core and so torch.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    ramp = ramp or _constant(config)
-    optimizer = _Groups(optimizer_or_groups) if isinstance(optimizer_or_groups, list) else optimizer_or_groups
     scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp))
     run = config.run
     ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
@@ -186,10 +173,10 @@ def build(
     return LrSchedule(scheduler, config, ramp, differing=differing, factor_of=factor_of)
 
 
-def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[str, Any]:
+def scheduler_arguments(config: Config, ramp: BatchRamp) -> dict[str, Any]:
     """Megatron-LM 0.19's arguments of its scheduler (get_optimizer_param_scheduler of megatron.training), which counts
     samples: spans of steps become spans of the samples that these steps consume."""
-    optimizer, ramp = config.optimizer, ramp or _constant(config)
+    optimizer = config.optimizer
     assert config.run.train_iters > 0, "the config is not resolved"
     decay, warmup, anneal = lr_spans.in_samples(config, ramp)
     start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -207,12 +194,6 @@ def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict[s
         "wsd_decay_steps": anneal,
         "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
     }
-
-
-def _constant(config: Config) -> BatchRamp:
-    """Every step takes global_batch_size."""
-    assert config.batch.global_batch_size is not None, "the config is not resolved"
-    return BatchRamp(((0, config.batch.global_batch_size),), {})
 
 
 def param_groups(

@@ -74,7 +74,7 @@ def count_moves_twice(plan: Plan) -> Iterator[None]:
 def rate_moves_by_microbatch(plan: Plan) -> Iterator[None]:
     count = plan.batch.num_microbatches
 
-    def often(original: Any, self: LrSchedule, num_samples: int | None = None) -> None:
+    def often(original: Any, self: LrSchedule, num_samples: int) -> None:
         for _ in range(count):
             original(self, num_samples)
 
@@ -88,7 +88,7 @@ def rate_moves_by_microbatch(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="dp", parameter=r".+",
 )  # fmt: skip
 def rate_moves_by_rank(plan: Plan) -> Iterator[None]:
-    def often(original: Any, self: LrSchedule, num_samples: int | None = None) -> None:
+    def often(original: Any, self: LrSchedule, num_samples: int) -> None:
         for _ in range(plan.layout.dp):
             original(self, num_samples)
 
@@ -102,7 +102,7 @@ def rate_moves_by_rank(plan: Plan) -> Iterator[None]:
     base="pipeline", axes="", parameter=r".+",
 )  # fmt: skip
 def rate_does_not_move(plan: Plan) -> Iterator[None]:
-    with replaced(LrSchedule, "step", lambda self, num_samples=None: None):
+    with replaced(LrSchedule, "step", lambda self, num_samples: None):
         yield
 
 
@@ -115,7 +115,7 @@ def rate_moves_on_a_skip(plan: Plan) -> Iterator[None]:
     def commit(original: Any, self: Transaction, *args: Any) -> Any:
         done = original(self, *args)
         if done.skipped and self._lr_schedule is not None:
-            self._lr_schedule.step()
+            self._lr_schedule.step(self.batch.global_batch_size)
         return done
 
     with wrapped(Transaction, "commit", commit):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megaaccum.errors import ConfigError
@@ -43,7 +45,7 @@ def test_under_a_ramp_the_rate_follows_the_batch_of_the_step_if_asked() -> None:
     for follows, expected in ((False, [1.0] * 5), (True, [0.25**0.5, 0.5**0.5, 0.75**0.5, 1.0, 1.0])):
         settled = plan(**keys, lr_scaling_follows_rampup=follows)
         groups: list[dict] = [{}]
-        schedule, rates, consumed = build(groups, settled.config, settled.ramp), [], 0
+        schedule, rates, consumed = build(SimpleNamespace(param_groups=groups), settled.config, settled.ramp), [], 0
         for _ in expected:
             rates.append(groups[0]["lr"])
             assert groups[0]["lr"] == schedule.lr
@@ -66,7 +68,7 @@ def test_a_skipped_step_moves_the_factor_with_the_batch_and_never_the_schedule(p
         lr_scaling_follows_rampup=True, skipped_samples=policy, nonfinite="skip",
     )  # fmt: skip
     groups: list[dict] = [{}]
-    schedule = build(groups, settled.config, settled.ramp)
+    schedule = build(SimpleNamespace(param_groups=groups), settled.config, settled.ramp)
     transaction = Transaction(settled, schedule)
     position, rates = [], []
     for skipped in (True, True, False):

@@ -12,8 +12,9 @@ from megaaccum.config import Plan
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.schema import BatchConfig, Config, OptimizerConfig, RunConfig
 from megaaccum.errors import CheckpointError
+from megaaccum.optim import lr_schedule
 from megaaccum.optim.chosen import keep_decays
-from megaaccum.optim.lr_schedule import build, param_groups, scheduler_arguments
+from megaaccum.optim.lr_schedule import LrSchedule, param_groups
 
 BATCH = 32
 
@@ -28,13 +29,27 @@ def configured(
     )
 
 
+def constant(config: Config) -> BatchRamp:
+    """Every step takes the global batch."""
+    return BatchRamp(((0, config.batch.global_batch_size),), {})
+
+
+def build(groups, config: Config, ramp: BatchRamp | None = None) -> LrSchedule:
+    optimizer = Groups(groups) if isinstance(groups, list) else groups
+    return lr_schedule.build(optimizer, config, ramp or constant(config))
+
+
+def scheduler_arguments(config: Config, ramp: BatchRamp | None = None) -> dict:
+    return lr_schedule.scheduler_arguments(config, ramp or constant(config))
+
+
 def rates(config: Config, num_steps: int) -> list[float]:
     """Learning rate that each of the first `num_steps` steps, and the one after them, is taken with."""
     groups = [{}]
     schedule = build(groups, config)
     values = [groups[0]["lr"]]
     for _ in range(num_steps):
-        schedule.step()
+        schedule.step(config.batch.global_batch_size)
         values.append(groups[0]["lr"])
     return values
 
@@ -164,10 +179,10 @@ def test_weight_decay_grows_from_start_to_end(style, half_way):
     schedule = build(groups, configured(**keys))
     assert [group["weight_decay"] for group in groups] == [0.02, 0.0]
     for _ in range(50):
-        schedule.step()
+        schedule.step(BATCH)
     assert [group["weight_decay"] for group in groups] == pytest.approx([0.02 + 0.08 * half_way, 0.0], rel=1e-12)
     for _ in range(51):
-        schedule.step()
+        schedule.step(BATCH)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert schedule.weight_decay == 0.1
 
@@ -192,7 +207,7 @@ def test_the_same_flags_give_megatrons_numbers_to_the_last_bit(keys, monkeypatch
     reference = training.get_optimizer_param_scheduler(Groups(theirs))
     for _ in range(45):
         assert mine == theirs
-        schedule.step()
+        schedule.step(24)
         reference.step(increment=24)
 
 
@@ -218,7 +233,7 @@ def megatron_args(config: Config):
 def test_a_step_that_was_not_committed_does_not_move_the_rate():
     """DeepSpeed#8415: the rate moves by `step` alone, so a skipped step, which does not call it, leaves it in place."""
     schedule = build([{}], configured(lr_warmup_iters=10))
-    schedule.step()
+    schedule.step(BATCH)
     assert (schedule.lr, schedule.num_samples) == (1e-4, BATCH)
     schedule.step(num_samples=BATCH // 2)
     assert (schedule.lr, schedule.num_samples) == (pytest.approx(1.5e-4, rel=1e-12), BATCH * 3 // 2)
@@ -243,10 +258,10 @@ def test_resumes_where_it_was_even_when_loaded_after_steps():
     config = configured(lr_decay_style="cosine", lr_warmup_iters=10)
     first = build([{}], config)
     for _ in range(37):
-        first.step()
+        first.step(BATCH)
     groups = [{}]
     second = build(groups, config)
-    second.step()
+    second.step(BATCH)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert (second.num_samples, second.lr, groups[0]["lr"]) == (37 * BATCH, first.lr, first.lr)
 
@@ -266,7 +281,7 @@ def test_resumes_where_it_was_even_when_loaded_after_steps():
 def test_another_schedule_is_refused_and_nothing_moves(change, texts):
     base = dict(lr_decay_style="cosine", lr_warmup_iters=10)
     saved = build([{}], configured(**base))
-    saved.step()
+    saved.step(BATCH)
     groups = [{}]
     other = build(groups, configured(**(base | change)))
     before = groups[0]["lr"]
@@ -281,13 +296,13 @@ def test_another_batch_leaves_the_schedule_in_samples():
     base = dict(lr_decay_style="cosine", lr_warmup_iters=10)
     saved = build([{}], configured(**base))
     for _ in range(30):
-        saved.step()
+        saved.step(BATCH)
     for _ in range(2):
         groups = [{}]
         larger = build(groups, configured(**base, global_batch_size=2 * BATCH))
         larger.load_state_dict(saved.state_dict())
         assert (groups[0]["lr"], larger.num_samples) == (saved.lr, saved.num_samples)
-        larger.step()
+        larger.step(2 * BATCH)
         saved.step(num_samples=2 * BATCH)
         assert larger.lr == saved.lr
         saved = larger
@@ -295,7 +310,7 @@ def test_another_batch_leaves_the_schedule_in_samples():
 
 def test_the_configurations_schedule_holds_when_asked_for():
     saved = build([{}], configured(train_iters=100))
-    saved.step()
+    saved.step(BATCH)
     longer = build([{}], configured(train_iters=200, override=("lr_schedule",)))
     assert longer.differences(saved.state_dict())
     longer.load_state_dict(saved.state_dict())
@@ -375,7 +390,7 @@ def test_the_schedule_drives_a_torch_optimizer():
     optimizer = torch.optim.AdamW(param_groups(Model().named_parameters(), 0.1), lr=1e-3)
     schedule = build(optimizer, configured(lr_warmup_iters=10))
     assert {group["lr"] for group in optimizer.param_groups} == {0.0}
-    schedule.step()
+    schedule.step(BATCH)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-4, wd) for wd in (0.1, 0.1, 0.0, 0.0)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,11 +65,11 @@ def test_a_schedule_in_samples_gives_way_to_the_case_s_own():
 def test_the_reference_has_the_engine_s_spans_in_samples():
     settled = plan(lr_decay_samples=901, lr_warmup_samples=9, lr_decay_style="WSD", lr_wsd_decay_samples=5)
     adam = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0}], lr=1.0)
-    theirs, ours = lr_schedule(adam, settled), build([{}], settled.config, settled.ramp)
+    theirs, ours = lr_schedule(adam, settled), build(SimpleNamespace(param_groups=[{}]), settled.config, settled.ramp)
     for _ in range(60):
         assert theirs.get_lr({}) == ours.lr
         theirs.step(increment=settled.batch.global_batch_size)
-        ours.step()
+        ours.step(settled.batch.global_batch_size)
 
 
 def test_the_configured_batch_is_kept_where_nothing_is_shrunk():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def groups_of(plan: Plan) -> dict[str, dict]:
         hidden=adamw._hidden(plan),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
     )
-    schedule = lr_schedule.build(groups, plan.config)
+    schedule = lr_schedule.build(SimpleNamespace(param_groups=groups), plan.config, plan.ramp)
     schedule.step(0)
     return {name: group for group in groups for name in group["param_names"]}
 
@@ -99,7 +101,7 @@ def rates_by_width() -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-3, min_lr=0.0, adam_eps=1e-8), 2.0)
     named = list(names.named_parameters([chunk_of(plan)]))
     groups = lr_schedule.param_groups(named, 0.1, hidden=adamw._hidden(plan))
-    lr_schedule.build(groups, plan.config).step(0)
+    lr_schedule.build(SimpleNamespace(param_groups=groups), plan.config, plan.ramp).step(0)
     found = {}
     for group in groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
