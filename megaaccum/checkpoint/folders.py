@@ -228,19 +228,14 @@ class Files:
         same_step = [path for path in others if step_of(path) == self._progress.step and _is_ours(path)]
         surplus: list[Path] = []
         if self._keep_last > 0:
-            older = [path for path in others if step_of(path) != self._progress.step and self._may_go(path)]
-            surplus = sorted(older, key=self._removed_first)[: max(0, len(older) - self._keep_last + 1)]
+            step, retain = self._progress.step, self._retain
+            older = [path for path in others if step_of(path) != step and (retain is None or step_of(path) % retain)]
+            older = [path for path in older if _is_ours(path)]
+            # Those of later steps first, from which this run does not come, then the earliest.
+            older.sort(key=lambda path: (step_of(path) < step, *_order(path)))
+            surplus = older[: max(0, len(older) - self._keep_last + 1)]
         for folder in same_step + surplus:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _removed_first(self, checkpoint: Path) -> tuple[bool, int, int]:
-        """The order in which checkpoints are removed: those of later steps, from which this run does not come, then
-        the earliest."""
-        return step_of(checkpoint) < self._progress.step, *_order(checkpoint)
-
-    def _may_go(self, checkpoint: Path) -> bool:
-        """Whether the checkpoint may be removed: it is one, and no multiple of save_retain_interval."""
-        return (self._retain is None or step_of(checkpoint) % self._retain > 0) and _is_ours(checkpoint)
 
 
 def cause(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import types
 import typing
@@ -53,9 +54,7 @@ def _coerce_union(value: object, members: tuple[object, ...]) -> object:
 
 
 def _coerce_literal(value: object, choices: tuple[object, ...]) -> object:
-    if isinstance(value, bool):
-        raise NotOfType(f"one of {', '.join(map(str, choices))}")
-    for choice in choices:
+    for choice in choices if not isinstance(value, bool) else ():
         if value == choice or str(value).lower() == str(choice).lower():
             return choice
     if value is None and "none" in choices:
@@ -84,13 +83,10 @@ def evaluate_int_list(text: str) -> list[int]:
     Raises:
         NotOfType: the text is anything else. Nothing in it is executed.
     """
-    try:
-        result = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
-        raise NotOfType("a list of whole numbers such as [0]*3+[1]*58") from None
-    if not isinstance(result, list):
-        raise NotOfType("a list of whole numbers such as [0]*3+[1]*58")
-    return result
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        if isinstance(found := _evaluate(ast.parse(text.strip(), mode="eval").body), list):
+            return found
+    raise NotOfType("a list of whole numbers such as [0]*3+[1]*58")
 
 
 _LONGEST_LIST = 10_000
@@ -108,14 +104,9 @@ def _evaluate(node: ast.expr) -> int | list[int]:
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            return _repeated(left, right)
+            if len(left) * right <= _LONGEST_LIST:
+                return left * right
     raise ValueError(ast.dump(node))
-
-
-def _repeated(items: list[int], times: int) -> list[int]:
-    if len(items) * times > _LONGEST_LIST:
-        raise ValueError(f"more than {_LONGEST_LIST} entries")
-    return items * times
 
 
 _LARGEST_INT = 2**53

@@ -62,17 +62,12 @@ def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[s
     own = [name for name, _ in chunk.named_parameters()]
     if strict and (missing := [name for name in own if name not in state]):
         raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
-    _copy_in(backend, {names.global_name(chunk, name): state[name] for name in own if name in state})
+    copy_in(backend, {names.global_name(chunk, name): state[name] for name in own if name in state})
     chunk.load_state_dict({name: each for name, each in state.items() if name not in own}, strict=False)
 
 
-def reload_weights(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
-    """Copy the weights of `chunks`, which are whole at this moment, into the masters."""
-    _copy_in(backend, dict(names.named_parameters(chunks)))
-
-
 @torch.no_grad()
-def _copy_in(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
+def copy_in(backend: ShardingBackend, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's parts of whole `weights`, by their names in the model, into the backend's state."""
     for piece in backend.state():
         if piece.name in weights and "param" in piece.tensors:

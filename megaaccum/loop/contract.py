@@ -319,7 +319,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         step = self._step
         if state_dict is None:
             with step.whole():
-                loop_checkpoint.reload_weights(step.backend, step.chunks)
+                loop_checkpoint.copy_in(step.backend, dict(names.named_parameters(step.chunks)))
         else:
             for number, chunk in enumerate(step.chunks):
                 weights = state_dict["model" if len(step.chunks) == 1 else f"model{number}"]

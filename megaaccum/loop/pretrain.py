@@ -79,7 +79,7 @@ def pretrain(
             train_valid_test_dataset_provider,
             model_type,
             forward_step_func,
-            model_provider and objects.provider(model_provider),
+            model_provider and partial(objects.seated, model_provider),
             *others,
             **named,
         )
@@ -190,12 +190,8 @@ class _Objects:
 
         return Builder
 
-    def provider(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's model_provider, whose chunks are those of this schedule's stages."""
-        return lambda *args, **kwargs: self.seated(theirs, *args, **kwargs)
-
     def seated(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A chunk built by `build`; in a V, with the stage that it has there."""
+        """A chunk built by `build`, Megatron's model_provider or builder; in a V, with the stage that it has there."""
         if self._plan.layout.placement != "v":
             return build(*args, **kwargs)
         chunk = kwargs["vp_stage"]
