@@ -27,21 +27,14 @@ def _with(case: Case, keys: Keys, **fields: object) -> Case | None:
     return None if changed == case else changed
 
 
-def _tp(case: Case) -> Case | None:
-    tp = case.keys.get("tensor_model_parallel_size", 1)
-    keys: Keys = {"tensor_model_parallel_size": None, "sequence_parallel": None}
-    return None if tp == 1 else _with(case, keys, world_size=case.world_size // tp)
+def _one_rank(size: str, *more: str) -> Callable[[Case], Case | None]:
+    """Leaves out the key of a parallel size, and `more`: one rank in place of as many."""
 
+    def remove(case: Case) -> Case | None:
+        ranks = case.keys.get(size, 1)
+        return None if ranks == 1 else _with(case, dict.fromkeys((size, *more)), world_size=case.world_size // ranks)
 
-def _cp(case: Case) -> Case | None:
-    cp = case.keys.get("context_parallel_size", 1)
-    return None if cp == 1 else _with(case, {"context_parallel_size": None}, world_size=case.world_size // cp)
-
-
-def _pp(case: Case) -> Case | None:
-    pp = case.keys.get("pipeline_model_parallel_size", 1)
-    keys = {"pipeline_model_parallel_size": None} | _SCHEDULE
-    return None if pp == 1 else _with(case, keys, world_size=case.world_size // pp)
+    return remove
 
 
 def _dp(case: Case) -> Case | None:
@@ -78,14 +71,6 @@ def _only(condition: str, **keys: object) -> Callable[[Case], Case | None]:
     return lambda case: _with(case, keys) if case.keys.get(condition) else None
 
 
-def _recompute(case: Case) -> Case | None:
-    return _with(case, {name: None for name in case.keys if name.startswith("recompute_")})
-
-
-def _tied(case: Case) -> Case | None:
-    return _with(case, {"untie_embeddings_and_output_weights": True}) if case.user_model is None else None
-
-
 def _backend(case: Case) -> Case | None:
     """torch DDP in place of another backend, whose options are dropped."""
     keys: Keys = dict.fromkeys(
@@ -95,14 +80,6 @@ def _backend(case: Case) -> Case | None:
     return None if case.keys.get("backend") == "ddp" else _with(case, keys | {"backend": "ddp"})
 
 
-def _overflow(case: Case) -> Case | None:
-    return None if case.overflow is None else replace(case, overflow=None)
-
-
-def _masks(case: Case) -> Case | None:
-    return replace(case, masks="full") if case.masks != "full" and case.user_model is None else None
-
-
 def _schedule(case: Case) -> Case | None:
     pp = case.keys.get("pipeline_model_parallel_size", 1)
     named = case.keys.get("schedule") not in (None, "1f1b", "none")
@@ -110,30 +87,30 @@ def _schedule(case: Case) -> Case | None:
 
 
 _AXES: dict[str, Callable[[Case], Case | None]] = {
-    "recompute": _recompute,
+    "recompute": lambda case: _with(case, {name: None for name in case.keys if name.startswith("recompute_")}),
     "sync": _only("sync", sync=None, max_live_parameters=None),
     "offload": _only("offload_optimizer", offload_optimizer=None),
     "deterministic": _only("deterministic", deterministic=None, **_ONE_ORDER),
     "flush": _only("flush", flush=None),
     "schedule": _schedule,
     "sp": _only("sequence_parallel", sequence_parallel=None),
-    "tp": _tp,
-    "cp": _cp,
+    "tp": _one_rank("tensor_model_parallel_size", "sequence_parallel"),
+    "cp": _one_rank("context_parallel_size"),
     "ep": _only("expert_model_parallel_size", expert_model_parallel_size=None, expert_tensor_parallel_size=None),
-    "pp": _pp,
+    "pp": _one_rank("pipeline_model_parallel_size", *_SCHEDULE),
     "dp": _dp,
     "ga": _ga,
     "micro-batches": _microbatches,
     "backend": _backend,
     "loss scale": _only("fp16", loss_scale=1.0, initial_loss_scale=None, hysteresis=None),
-    "overflow": _overflow,
-    "unequal weights": _masks,
+    "overflow": lambda case: None if case.overflow is None else replace(case, overflow=None),
+    "unequal weights": lambda c: replace(c, masks="full") if c.masks != "full" and c.user_model is None else None,
     "mtp": _only("mtp_num_layers", mtp_num_layers=None, mtp_loss_scaling_factor=None),
     "aux loss": _only("moe_aux_loss_coeff", moe_aux_loss_coeff=None, moe_router_load_balancing_type="none"),
     "z loss": _only("moe_z_loss_coeff", moe_z_loss_coeff=None),
     "router bias": _only("moe_router_enable_expert_bias", moe_router_enable_expert_bias=None),
-    "experts": lambda case: _with(case, _OF_EXPERTS) if case.keys.get("num_experts") else None,
-    "tied embedding": _tied,
+    "experts": _only("num_experts", **_OF_EXPERTS),
+    "tied embedding": lambda c: _with(c, {"untie_embeddings_and_output_weights": True}) if not c.user_model else None,
     "clipping": _only("clip_grad", clip_grad=0.0),
     "weight decay": _only("weight_decay", weight_decay=0.0),
     "micro-batch means": _only("loss_norm", loss_norm=None),

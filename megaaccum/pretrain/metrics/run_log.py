@@ -242,15 +242,13 @@ class RunLog:
         is_step = record["kind"] == "train" and not record.get("skipped") and record["step"] not in ends
         return not is_step or record["step"] % (1 + self._last_seen // MOST_POINTS) == 0
 
-    def _tokens_after(self, step: int) -> int:
-        return self._plan.ramp.samples_after(step) * self._plan.batch.seq_length
-
     def _draw(self, records: list[Record]) -> dict[str, Path | str]:
         if not any(record["kind"] == "train" for record in records):
             return {}
-        path = self._journal.path.with_name("loss.png")
+        path, plan = self._journal.path.with_name("loss.png"), self._plan
         try:
-            plots.draw(records, path, tokens_after=self._tokens_after, title=_title(self._plan))
+            length, samples = plan.batch.seq_length, plan.ramp.samples_after
+            plots.draw(records, path, tokens_after=lambda step: samples(step) * length, title=_title(plan))
         except OSError as error:
             return {"picture": f"not drawn, {path} cannot be written: {error.strerror or error}"}
         return {"picture": path}

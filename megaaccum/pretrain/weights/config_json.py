@@ -320,20 +320,12 @@ def _latent_rope(left: Keys, found: Keys) -> Keys:
     return keys | {"rope_type": "yarn"} | {_LATENT_YARN[name]: value for name, value in rope.items()}
 
 
-def _to_latent_rope(model: Keys) -> Keys:
-    return _rope_with(model, _LATENT_YARN if model.get("rope_type") == "yarn" else {})
-
-
 def _yarn(left: Keys, found: Keys) -> Keys:
     keys, kind, rope = _rotation(left)
     rope = {"truncate": True} | rope
     if kind != "yarn" or rope.keys() != _YARN.keys():
         raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; yarn has.")
     return keys | {_YARN[name]: value for name, value in rope.items()}
-
-
-def _to_yarn(model: Keys) -> Keys:
-    return _rope_with(model, _YARN)
 
 
 def _rope_with(model: Keys, yarn: Keys) -> Keys:
@@ -402,10 +394,6 @@ def _dense_first(left: Keys, found: Keys) -> Keys:
     return _as_frequency([int(layer >= dense) for layer in range(found.get("num_layers", 0))])
 
 
-def _to_dense_first(model: Keys) -> Keys:
-    return {"first_k_dense_replace": _frequency(model).count(0)}
-
-
 def _routing(left: Keys, found: Keys) -> Keys:
     if left.pop("norm_topk_prob", True) != _to_routing(found)["norm_topk_prob"]:
         raise ConfigError(
@@ -440,16 +428,8 @@ def _prediction(left: Keys, found: Keys) -> Keys:
     return {"mtp_num_layers": left.pop("num_nextn_predict_layers", None) or None}
 
 
-def _to_prediction(model: Keys) -> Keys:
-    return {"num_nextn_predict_layers": model["mtp_num_layers"] or 0}
-
-
 def _gpt2_width(left: Keys, found: Keys) -> Keys:
     return {"ffn_hidden_size": left.pop("n_inner", None) or 4 * found.get("hidden_size", 0)}
-
-
-def _to_gpt2_width(model: Keys) -> Keys:
-    return {"n_inner": model["ffn_hidden_size"]}
 
 
 def _gelu(left: Keys, found: Keys) -> Keys:
@@ -471,15 +451,15 @@ def _to_gelu(model: Keys) -> Keys:
 _PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]] = {
     "heads": (_heads, _to_heads),
     "rope": (_rope, _to_rope),
-    "latent_rope": (_latent_rope, _to_latent_rope),
+    "latent_rope": (_latent_rope, lambda m: _rope_with(m, _LATENT_YARN if m.get("rope_type") == "yarn" else {})),
     "window": (_window, _to_window),
     "windows": (_windows, _to_windows),
-    "yarn": (_yarn, _to_yarn),
+    "yarn": (_yarn, lambda model: _rope_with(model, _YARN)),
     "sparse_step": (_sparse_step, _to_sparse_step),
-    "dense_first": (_dense_first, _to_dense_first),
+    "dense_first": (_dense_first, lambda model: {"first_k_dense_replace": _frequency(model).count(0)}),
     "routing": (_routing, _to_routing),
     "shared_experts": (_shared_experts, _to_shared_experts),
-    "prediction": (_prediction, _to_prediction),
-    "gpt2_width": (_gpt2_width, _to_gpt2_width),
+    "prediction": (_prediction, lambda model: {"num_nextn_predict_layers": model["mtp_num_layers"] or 0}),
+    "gpt2_width": (_gpt2_width, lambda model: {"n_inner": model["ffn_hidden_size"]}),
     "gelu": (_gelu, _to_gelu),
 }
