@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -274,12 +275,7 @@ def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:
 
 def _runs(counts: Sequence[int]) -> str:
     """[3, 4, 4, 4] as '3, 3 x 4'."""
-    runs: list[tuple[int, int]] = []
-    for count in counts:
-        if runs and runs[-1][0] == count:
-            runs[-1] = (count, runs[-1][1] + 1)
-        else:
-            runs.append((count, 1))
+    runs = [(count, len([*same])) for count, same in itertools.groupby(counts)]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
 
 

@@ -170,7 +170,7 @@ def read_profile(path: str | Path) -> Profile:
     except ValueError as error:
         raise ScheduleError(f"profile {path}: it is not JSON: {error}") from error
     try:
-        return _from_simpipe(content) if "forward_ms" in content else _from_content(content)
+        return _from_content(content)
     except (KeyError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
         if isinstance(error, ScheduleError):
             raise ScheduleError(f"{path}: {error}") from error
@@ -178,16 +178,13 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _from_content(content: dict[str, Any]) -> Profile:
-    kinds = {kind: LayerCost(**cost) for kind, cost in content["kinds"].items()}
-    return Profile(pattern=content["pattern"], kinds=kinds)
-
-
-def _from_simpipe(content: dict[str, Any]) -> Profile:
-    """Milliseconds by pass and kind; a pass that takes no time is written as 0.0001."""
-    kinds = {
-        kind: LayerCost(**{name: content[key][kind] / 1e3 for name, key in _SIMPIPE.items()})
-        for kind in content["forward_ms"]
+    """The profile of a file of ours, or of simpipe's: milliseconds by pass and kind; a pass that takes no time is
+    written as 0.0001."""
+    theirs = {
+        kind: {name: content[key][kind] / 1e3 for name, key in _SIMPIPE.items()}
+        for kind in content.get("forward_ms", ())
     }
+    kinds = {kind: LayerCost(**cost) for kind, cost in (theirs or content["kinds"]).items()}
     return Profile(pattern=content["pattern"], kinds=kinds)
 
 

@@ -30,11 +30,8 @@ class Watchdog:
     `rank_N.txt`, beside standard error. trace: this rank's notes on what it is doing."""
 
     def __init__(self, limit: float, *, rank: int, folder: Path, trace: Trace, first_limit: float = 0.0):
-        self._limit = limit
+        self._limit, self._rank, self._folder, self._trace = limit, rank, folder, trace
         self._first: float | None = first_limit
-        self._rank = rank
-        self._folder = folder
-        self._trace = trace
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,13 +118,7 @@ def _add_token_axis(axes: Axes, tokens_after: Callable[[int], int], last_step: i
     beyond = last_step + 1
     xs = np.array([-beyond, *inside, last_step + beyond])
     ys = np.array([-beyond * first, *tokens, tokens[-1] + beyond * last])
-
-    def to_tokens(steps: Any) -> Any:
-        return np.interp(steps, xs, ys)
-
-    def to_steps(tokens: Any) -> Any:
-        return np.interp(tokens, ys, xs)
-
+    to_tokens, to_steps = partial(np.interp, xp=xs, fp=ys), partial(np.interp, xp=ys, fp=xs)
     top = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
     top.set_xlabel(f"tokens ({name})" if name else "tokens", color=INK)
 
