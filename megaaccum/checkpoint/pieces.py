@@ -18,19 +18,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError, as_product, listed
 from megaaccum.model import names
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
-    from megaaccum.sharding.base import StatePiece
-    from megaaccum.sharding.ownership import MatrixUpdates
+from megaaccum.sharding import ShardingBackend
+from megaaccum.sharding.base import StatePiece
+from megaaccum.sharding.ownership import MatrixUpdates
 
 _AT_ONCE = 1 << 24
 """Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""

@@ -16,7 +16,7 @@ import os
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megaaccum.checkpoint import pieces
 from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
 from megaaccum.checkpoint.untrusted_reader import CheckpointReader
+from megaaccum.config import Plan
 from megaaccum.config.keys import values_where
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
+from megaaccum.sharding import ShardingBackend
 
 __all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megaaccum.checkpoint.pieces import Cut, Piece, held_pieces, is_state_space
 from megaaccum.distributed.agreement import distinct_values, gathered, raise_on_all_ranks
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError, as_product, listed
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
+from megaaccum.sharding import ShardingBackend
 
 
 class InParts(Protocol):

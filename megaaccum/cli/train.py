@@ -15,12 +15,12 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.cli import keys
-from megaaccum.cli.arguments import pop_option, read_source, smallest_world
+from megaaccum.cli.arguments import Source, pop_option, read_source, smallest_world
 from megaaccum.cli.convert import as_yaml
+from megaaccum.config import Config, Plan
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.platform.files import replace_text
@@ -28,10 +28,6 @@ from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local, output
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
-
-if TYPE_CHECKING:
-    from megaaccum.cli.arguments import Source
-    from megaaccum.config import Config, Plan
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,9 +8,9 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
+from rich.table import Table
 
 from megaaccum.cli.arguments import Source, add_search_flags, command_parser, names_in, read_source, smallest_world
 from megaaccum.config import Config
@@ -26,9 +26,6 @@ from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with

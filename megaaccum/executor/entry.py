@@ -6,10 +6,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import ConfigError
@@ -24,9 +25,6 @@ from megaaccum.schedule.overlap import warm_up
 from megaaccum.schedule.registry import build, by_executor
 from megaaccum.schedule.simulate import simulate
 from megaaccum.schedule.validate import Message, sends, sends_needed, validate
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 UNSUPPORTED = {
     "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",

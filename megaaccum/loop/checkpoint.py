@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -17,13 +17,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from megaaccum.checkpoint import pieces
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError
 from megaaccum.model import names
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
-    from megaaccum.sharding.base import StatePiece
+from megaaccum.sharding import ShardingBackend
+from megaaccum.sharding.base import StatePiece
 
 STATE = "state"
 """The key of the pieces in an optimizer's state."""

@@ -19,17 +19,15 @@ Megatron's chunks have no types: `Any`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered
 from megaaccum.errors import listed
 from megaaccum.model.names import over_stages
 from megaaccum.upstream import te
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 PREFIX = "fp8/"
 """Prefix of the names of FP8 state, in checkpoints too."""

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.distributed.groups import Groups
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.upstream import pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Torch's dtypes by their names in the configuration."""

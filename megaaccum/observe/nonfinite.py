@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import listed
 from megaaccum.model import names
 from megaaccum.upstream import fsdp2
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

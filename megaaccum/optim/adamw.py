@@ -4,10 +4,11 @@ Muon or SOAP."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
@@ -15,9 +16,6 @@ from megaaccum.optim import by_pattern, lr_schedule, muon
 from megaaccum.optim.owners import COSTS
 from megaaccum.platform import cpu
 from megaaccum.upstream import emerging
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.optim.lr_schedule import ParamGroup
+from megaaccum.optim.lr_schedule import ParamGroup
 
 Factors = dict[str, float]
 """A factor by pattern; of a name that several patterns fit, the last holds."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
 from megaaccum.optim import adamw
 from megaaccum.upstream import adam
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes a torch optimizer over this rank's parameters, `torch.optim.AdamW` or a lambda around it."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.config.schema import OptimizerConfig
 from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
 from megaaccum.errors import ConfigError, as_product
 from megaaccum.model import names
@@ -22,10 +24,6 @@ from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.upstream import emerging
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.schema import OptimizerConfig
 
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _NO_MATRIX = re.compile(r"\.router\.|\.gate\.weight$|gate_weight$|embed|norm")

@@ -6,15 +6,11 @@ directions in which a matrix has no gradient rounding decides: runs are equal wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megaaccum.config.schema import OptimizerConfig
 from megaaccum.platform import cpu
 from megaaccum.upstream import emerging
-
-if TYPE_CHECKING:
-    from megaaccum.config.schema import OptimizerConfig
 
 
 class Soap:

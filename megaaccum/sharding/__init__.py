@@ -17,25 +17,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, FlushError, listed
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim.owners import COSTS
-from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks, measure_memory
+from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks
 from megaaccum.sharding.ownership import MatrixUpdates
 from megaaccum.upstream import pytorch
 
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
-
-__all__ = ["DRIVEN", "GradShard", "ShardingBackend", "build", "fill_hooks", "measure_memory"]
+__all__ = ["DRIVEN", "GradShard", "ShardingBackend", "build", "fill_hooks"]
 
 DRIVEN: WeakSet[torch.nn.Module] = WeakSet()
 """Modules with parameters that a backend drives: its hooks and partitions stay on them."""
@@ -65,7 +62,7 @@ def build(
     for chunk in chunks if sharding.sync == "streaming" else ():
         _run_every_layer(chunk)
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
-    optimizer.register_step_pre_hook(lambda *_: measure_memory(backend))
+    optimizer.register_step_pre_hook(lambda *_: backend.memory.measure(backend.tensors))
     return backend
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.sharding.expert_turns import ExpertTurns
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class AgreedOrder:

@@ -302,16 +302,11 @@ class AccumulatingBackend(ShardingBackend):
             shard.grad.add_(grad)
 
 
-def measure_memory(backend: ShardingBackend) -> None:
-    """Record in `backend.memory` the bytes that the backend holds now."""
-    backend.memory.measure(backend.tensors)
-
-
 def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
     """Put the backend's five hooks into the chunks' Megatron configuration."""
 
     def finalize(*args: Any, **kwargs: Any) -> None:
-        measure_memory(backend)
+        backend.memory.measure(backend.tensors)
         backend.finalize_model_grads_func(*args, **kwargs)
 
     configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}

@@ -17,15 +17,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.platform import cpu
 from megaaccum.upstream import pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 _OF_ONE_EXPERT = re.compile(r"local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$")
 """Names inside an experts module: experts one by one, or the grouped ones of Transformer Engine."""
@@ -86,18 +84,15 @@ class Departures:
         is_any = torch.empty((), dtype=torch.bool, pin_memory=True)
         is_any.copy_(grad.any(), non_blocking=True)
         self._looked_at.append((key, grad, is_any, torch.cuda.current_stream().record_event()))
-        self._finish_copies(_AHEAD)
-
-    def finish(self) -> None:
-        """Wait for all of them."""
-        self._finish_copies(0)
+        self.finish(_AHEAD)
 
     def drop(self) -> None:
         """Forget them. torch keeps the memory of copies that still run from others until they are done."""
         self._looked_at.clear()
         self._copied.clear()
 
-    def _finish_copies(self, ahead: int) -> None:
+    def finish(self, ahead: int = 0) -> None:
+        """Wait for all of them but the last `ahead`."""
         while len(self._looked_at) > ahead:
             key, grad, is_any, seen = self._looked_at.popleft()
             seen.synchronize()

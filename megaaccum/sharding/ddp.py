@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
@@ -26,10 +28,6 @@ from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class DdpBackend(AccumulatingBackend):

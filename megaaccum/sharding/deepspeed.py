@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.distributed.agreement import raise_on_all_ranks
-from megaaccum.distributed.groups import Mpu
+from megaaccum.distributed.groups import Groups, Mpu
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
@@ -29,10 +30,6 @@ from megaaccum.sharding.fp32_sums import Fp32Sums, SumsOfKernels
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class DeepSpeedBackend(AccumulatingBackend):

@@ -21,25 +21,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megaaccum.config import Plan
 from megaaccum.config.rules import moe
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding.reduction import PartitionReducer, Share
+from megaaccum.sharding.sum_tree import AnyOrder
 from megaaccum.upstream import zero
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding.sum_tree import AnyOrder
 
 
 def of_chunks(chunks: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megaaccum.config import Plan
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
@@ -30,10 +32,6 @@ from megaaccum.sharding.in_one_order import ReduceScatter, StreamedReduceScatter
 from megaaccum.sharding.reduction import fill
 from megaaccum.sharding.sum_tree import MicrobatchSums, order_of
 from megaaccum.upstream import adam, fsdp2, pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class Fsdp2Backend(ShardingBackend):

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.groups import Groups
 from megaaccum.model import names
 from megaaccum.sharding.experts import ReducerByRanks
 from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows
 from megaaccum.upstream import zero, zero12
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
 
 OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
 """A rank's other partial sums of the gradients in a flat tensor, each laid out like it."""

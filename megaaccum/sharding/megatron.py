@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer, HybridDeviceOptimizer
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
@@ -27,10 +29,6 @@ from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, 
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, emerging, megatron, pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class MegatronBackend(AccumulatingBackend):

@@ -11,17 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.model import names
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 @dataclass(slots=True)

@@ -21,10 +21,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model.torch_chunk import layers_of, tensors_in
@@ -33,10 +35,6 @@ from megaaccum.sharding.deepspeed import DeepSpeedBackend
 from megaaccum.sharding.experts import ReducerByRanks
 from megaaccum.sharding.sum_tree import SumTree
 from megaaccum.upstream import pytorch, zero
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 @dataclass(eq=False)

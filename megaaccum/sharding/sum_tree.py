@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.distributed.groups import Groups
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.upstream import pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 Node = tuple[int, int]
 """The leaves below it: from the first, up to the second."""

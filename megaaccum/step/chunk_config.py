@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 
+from megaaccum.config import Plan
 from megaaccum.config.rules.model import unfit_for_fusion
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems, parameter_problems
 from megaaccum.sharding import DRIVEN, experts
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func", "finalize_model_grads_func")
 """Megatron's hooks, which the sharding backend fills."""

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.model import names
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import GradShard, ShardingBackend
+from megaaccum.sharding import GradShard, ShardingBackend
 
 
 def global_norm(

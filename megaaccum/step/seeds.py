@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed import rng
+from megaaccum.distributed.groups import Groups
 from megaaccum.model.names import over_stages
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.upstream import pytorch
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 class SampleSeeds:

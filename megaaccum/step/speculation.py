@@ -15,22 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megaaccum.distributed.sums import post_sums, sums_over_ranks
+from megaaccum.errors import MegaaccumError
+from megaaccum.sharding import ShardingBackend
 from megaaccum.step import grad_norm, world_sums
 from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, flag
 from megaaccum.step.microbatches import Microbatches, shapes_of
+from megaaccum.step.recovery import Attempt
+from megaaccum.step.result import StepResult
 from megaaccum.step.train_step import OpenStep, TrainStep
-
-if TYPE_CHECKING:
-    from megaaccum.errors import MegaaccumError
-    from megaaccum.sharding import ShardingBackend
-    from megaaccum.step.recovery import Attempt
-    from megaaccum.step.result import StepResult
 
 
 class SpeculativeTrainStep(TrainStep):

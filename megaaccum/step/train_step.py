@@ -13,14 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
+from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
@@ -30,6 +33,7 @@ from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
+from megaaccum.sharding import ShardingBackend
 from megaaccum.step import call_agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch
@@ -39,12 +43,6 @@ from megaaccum.step.result import StepResult
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.transaction import Transaction
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
 
 
 @dataclass

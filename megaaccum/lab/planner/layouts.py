@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megaaccum.config.batch import BatchPlan
+from megaaccum.config.layout import RankLayout
+from megaaccum.config.schema import Config
 from megaaccum.schedule.registry import BUILT_IN
-
-if TYPE_CHECKING:
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.config.layout import RankLayout
-    from megaaccum.config.schema import Config
 
 Column = np.ndarray
 """One value per layout."""

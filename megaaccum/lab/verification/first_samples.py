@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.errors import MegaaccumError
 from megaaccum.lab.verification.case import Samples
 from megaaccum.lab.verification.shrink import Shrunk
 from megaaccum.lab.verification.subject import vocab_size_of
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import starts_of
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config.batch import BatchPlan
+from megaaccum.config.layout import RankLayout
 from megaaccum.lab.verification.compare import cut
 from megaaccum.lab.verification.records import GRADIENT, Observed, Piece, Reference
-
-if TYPE_CHECKING:
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.config.layout import RankLayout
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""

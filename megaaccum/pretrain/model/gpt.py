@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.activations import squared_relu
@@ -20,9 +20,11 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
+from megaaccum.config import Plan
 from megaaccum.config.keys import all_keys, keys_that_need, value
 from megaaccum.config.rules import moe
 from megaaccum.distributed import rng
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
 from megaaccum.model.sizes import padded_vocab_size
@@ -33,10 +35,6 @@ from megaaccum.pretrain.model.layers import Layers
 from megaaccum.pretrain.model.machine import check_machine, layer_kind
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import GPTModelBuilder, GPTModelConfig, HybridModelBuilder, HybridModelConfig
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:

@@ -8,12 +8,10 @@ layers run, with torch's fused core of attention on a GPU, so that no schedule s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from megaaccum.config.schema import Config
 from megaaccum.schedule.registry import by_executor
-
-if TYPE_CHECKING:
-    from megaaccum.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

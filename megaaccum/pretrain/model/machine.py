@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model import layers, recompute_gradients
 from megaaccum.pretrain.model.layers import Layers
 from megaaccum.upstream import megatron
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 def layer_kind(plan: Plan) -> Layers:

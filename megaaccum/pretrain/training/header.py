@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megaaccum.config import Plan
 from megaaccum.config.rules.step import verifies_start
 from megaaccum.platform import cpu, gpu
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megaaccum.config import Config
 from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.launch.lock import claim
 from megaaccum.pretrain.metrics import run_log
-
-if TYPE_CHECKING:
-    from megaaccum.config import Config
 
 
 def checkpoint_folder(config: Config) -> Path:
