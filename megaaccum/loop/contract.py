@@ -70,8 +70,8 @@ class LoopStep:
 
     def fill_hooks(self) -> None:
         """Set the hooks of Megatron's schedules in the chunks' configuration, around the backend's own."""
-        configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in self.chunks}
-        for config in configs.values():
+        for chunk in self.chunks:
+            config: Any = chunk.config
             config.calculate_per_token_loss = self._per_token
             config.no_sync_func = self.no_sync
             config.grad_scale_func = self.scale_loss

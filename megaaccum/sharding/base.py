@@ -309,8 +309,8 @@ def fill_hooks(backend: ShardingBackend, chunks: list[torch.nn.Module]) -> None:
         backend.memory.measure(backend.tensors)
         backend.finalize_model_grads_func(*args, **kwargs)
 
-    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
-    for config in configs.values():
+    for chunk in chunks:
+        config: Any = chunk.config
         config.no_sync_func = backend.no_sync_func
         config.param_sync_func = backend.param_sync_func
         config.grad_sync_func = backend.grad_sync_func

@@ -42,7 +42,9 @@ class DdpBackend(AccumulatingBackend):
         self.optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         named = list(names.named_parameters(chunks))
-        self._16_bit = [param for _, param in named if _is_16_bit(param)]
+        # In these precisions sums and updates would round to nothing.
+        of_16_bit = (torch.bfloat16, torch.float16)
+        self._16_bit = [param for _, param in named if param.requires_grad and param.dtype in of_16_bit]
         self._masters = {id(param): _master(param) for param in self._16_bit}
         """FP32 master weight of each 16-bit parameter that is trained."""
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
@@ -270,11 +272,6 @@ def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
     """A communication hook for torch DDP: the sum over `group`."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(lambda done: done.value()[0]))
-
-
-def _is_16_bit(param: torch.nn.Parameter) -> bool:
-    """Whether it is trained in a precision in which sums and updates would round to nothing."""
-    return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
 
 
 def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:

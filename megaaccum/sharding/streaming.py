@@ -234,7 +234,8 @@ class StreamingBackend(DeepSpeedBackend):
         if params:
             if self.sums.in_one_order:
                 self._reducer.wait()  # the unit before has then become sums of shards
-            self._note_gradients(params)
+            # No other unit has whole gradients now.
+            self.memory.note("gradients_whole", sum(param.grad.nbytes for param in params if param.grad is not None))
             for param in filter(self.at_owners.takes, params):
                 grad, param.grad = param.grad, None
                 self.at_owners.add(param, param.new_zeros(self._zero.numel(param)) if grad is None else grad)
@@ -259,11 +260,6 @@ class StreamingBackend(DeepSpeedBackend):
                 tree.add(leaf, part, lent=True)
         self._waiting += sum(tree.nbytes for tree in trees) - before
         self.memory.note("gradients_shard", self._zero.accumulated_bytes + self._waiting)
-
-    def _note_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        """Count the unit's whole gradients, of which no other unit has any now."""
-        grads = [param.grad.nbytes for param in params if param.grad is not None]
-        self.memory.note("gradients_whole", sum(grads))
 
     def _drop_recomputed(self) -> None:
         unit, self._recomputed = self._recomputed, None

@@ -42,16 +42,14 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
             chunk.config = _own_config(plan, chunk)
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
-    problems += dict.fromkeys(experts.problems(plan, groups, chunks))  # chunks share a configuration
-    configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
-    for config in configs.values():
-        problems += _config_problems(plan, config)
+    of_configs = [text for chunk in chunks for text in _config_problems(plan, chunk.config)]
+    problems += dict.fromkeys([*experts.problems(plan, groups, chunks), *of_configs])  # chunks share a configuration
     if problems:
         raise ConfigError(problems)
     accept_packed_sequences(chunks)
     for chunk in chunks:
         _answer_schedules(chunk)
-    for config in configs.values():
+        config: Any = chunk.config
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
         config.timers = None

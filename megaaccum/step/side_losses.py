@@ -31,8 +31,7 @@ class SideLosses:
     """Gives Megatron the scales of the side losses of `chunks`; does nothing where there are none."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
-        configs: dict[int, Any] = {id(chunk.config): chunk.config for chunk in chunks}
-        self._configs = list(configs.values())
+        self._configs: list[Any] = [chunk.config for chunk in chunks]
         self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
         self._weighs = any(
             getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")

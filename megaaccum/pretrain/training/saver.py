@@ -86,7 +86,9 @@ class Saver:
         self.finish()
         if not self.engine.plan.config.run.async_save:
             return str(self._save_now())
-        self._writing = self._write_by(save_load.BackgroundSave, group=self._background_group())
+        if self._group is None:
+            self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
+        self._writing = self._write_by(save_load.BackgroundSave, group=self._group)
         return f"{self._writing.target} (being written)"
 
     def finish(self) -> None:
@@ -141,11 +143,6 @@ class Saver:
             buffers=self.engine.buffers,
             **more,
         )
-
-    def _background_group(self) -> torch.distributed.ProcessGroup:
-        if self._group is None:
-            self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
-        return self._group
 
     def resume(self) -> None:
         """Load the current checkpoint of `load` (default: `save`), if there is one; if it is damaged, the one before

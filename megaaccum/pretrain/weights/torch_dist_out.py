@@ -39,7 +39,9 @@ def write(
     if (chosen := config.optimizer.optimizer) != "adam" and not only_weights:
         raise ConfigError(f"optimizer {chosen}: Megatron's form of its state is not written: add --only_weights")
     whole, step = WholeCheckpoint(checkpoint), max(step_of(checkpoint), 0)
-    planner = _Streamed(whole, names.DTYPES[dtype or config.sharding.params_dtype or "fp32"], _lies_together(config))
+    # Megatron stores the layers of the decoder in one tensor if all are of one kind.
+    together = config.model.moe_layer_freq == 1 or config.model.num_experts is None
+    planner = _Streamed(whole, names.DTYPES[dtype or config.sharding.params_dtype or "fp32"], together)
     common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
     if not only_weights:
         planner.add_optimizer()
@@ -105,11 +107,6 @@ _SCHEDULE = (
     "wd_incr_style", "wd_incr_steps",
 )  # fmt: skip
 """The state of Megatron's schedule, which counts samples too."""
-
-
-def _lies_together(config: Config) -> bool:
-    """Whether Megatron stores the layers of the decoder in one tensor: it does not if they may be of several kinds."""
-    return config.model.moe_layer_freq == 1 or config.model.num_experts is None
 
 
 class _Streamed(dcp.DefaultSavePlanner):

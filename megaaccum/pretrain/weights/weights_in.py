@@ -116,7 +116,8 @@ def _mapped(engine: Engine, folder: Path, vocab_size: int) -> list[Mapped]:
     held = {p.name: p.shape for p, _, _ in held_pieces(engine.backend, engine.groups, only_weights=True)}
     held |= {name: tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
     family, sizes = config_json.family_of(content), config_json.sizes_of(config, vocab_size)
-    dtype = _dtype_of(content)
+    text = str(content.get("dtype") or content.get("torch_dtype") or "")
+    dtype = next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{text}"), None)
     found = list(mapped(family, held.items(), sizes, weights))
     for each in found:
         each.check(dtype)
@@ -162,12 +163,6 @@ def _check_rest(folder: Path, read: set[str], left_out: range) -> None:
         raise CheckpointError(
             f"{weights.files[rest[0]]} has {listed(rest)}, which the model of config.json does not have"
         )
-
-
-def _dtype_of(content: config_json.Keys) -> torch.dtype | None:
-    """The precision that config.json gives its weights."""
-    text = str(content.get("dtype") or content.get("torch_dtype") or "")
-    return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{text}"), None)
 
 
 def _short(dtype: torch.dtype) -> str:
