@@ -207,12 +207,7 @@ class _Run:
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
     """Length of the union of spans that are in order and overlap only where they are equal."""
-    total, last = 0.0, -1.0
-    for start, end in spans:
-        if start != last or end == start:
-            total += end - start
-        last = start
-    return total
+    return sum(end - start for start, end in dict.fromkeys(spans))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -50,6 +50,13 @@ def test_dualpipev_is_no_worse_than_its_closed_form(pp, m, fused):
     assert simulation.bubble <= (pp - 1) * (fused + 2 - 3) + 1e-9
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "dualpipev"])
+def test_a_pass_of_no_time_takes_none_from_the_one_after_it(name):
+    """Each rank computes as long as its passes take, however many of them take no time."""
+    for f, i, w in ((1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 0, 0)):
+        assert priced(name, 2, 4, f, i, w).busy == pytest.approx([4 * (f + i + w)] * 2)
+
+
 def test_perfect_makespans():
     """Perfect zero-bubble makespans are 1.0625 at 8 micro-batches and 1.03125 at 16."""
     for name in ("zbv", "dualpipev"):
