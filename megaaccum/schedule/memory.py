@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Schedule
@@ -52,14 +53,18 @@ class Memory:
                 held -= self.deferred[stage]
         return most
 
+    def least(self, held: Sequence[int]) -> float:
+        """The least room that a rank with the stages `held` needs beside its state: for one micro-batch, which comes to
+        them one after the other, and leaves them in turn."""
+        below = [*accumulate((self.activation[s] for s in held), initial=0.0)]
+        return max(below[-1], *(b + self.deferred[s] for b, s in zip(below, held, strict=False)))
+
     def check(self, stages: Sequence[Sequence[int]], limit: float) -> None:
         """Raises ScheduleError, with what each rank needs, if `limit` cannot hold state and one micro-batch."""
         short = []
         for rank, held in enumerate(stages):
-            # A micro-batch comes to the rank's chunks one after the other, and leaves them in turn.
-            need = sum(self.state[s] + max(self.activation[s], self.deferred[s]) for s in held)
-            if need > limit:
-                state = sum(self.state[s] for s in held)
+            state = sum(self.state[s] for s in held)
+            if (need := state + self.least(held)) > limit * (1 + TINY):
                 short.append(f"rank {rank} needs {need:.6g} ({state:.6g} of it state)")
         if short:
             raise ScheduleError(

@@ -44,9 +44,13 @@ class _Greedy:
         self.free, self.held = [0.0] * problem.pp, [0.0] * problem.pp
         self.ends = [-1.0] * len(problem.seconds)
         self.order: Order = [[] for _ in range(problem.pp)]
-        # A forward leaves room for the later chunks of its rank, or its micro-batch could not get through them.
-        activation = problem.memory.activation
-        self.reserve = {s: sum(activation[t] for t in held if t > s) for held in problem.stages for s in held}
+        # A forward leaves room for the rest of its rank's part of its micro-batch, or that could not get through.
+        memory = problem.memory
+        self.reserve = {
+            s: memory.least(held) - sum(memory.activation[t] for t in held if t <= s)
+            for held in problem.stages
+            for s in held
+        }
         self.urgency = {
             (kind, s): key.kinds.index(kind) * len(held) + (len(held) - 1 - at if key.last_chunk_first else at)
             for held in problem.stages
@@ -93,7 +97,7 @@ class _Greedy:
             if mb == p.m or (kind and mb == self.next[kind - 1][stage]):
                 continue
             this, start = p.number(kind, stage, mb), self.free[rank]
-            if kind == F and self.held[rank] + p.change[this] + self.reserve[stage] > p.room[rank]:
+            if self.held[rank] + p.change[this] + self.reserve[stage] * (kind == F) > p.room[rank]:
                 continue
             needed = p.source[this]
             if needed >= 0:

@@ -130,6 +130,34 @@ def test_passes_that_take_no_time_keep_their_order(seed):
     validate(search_order(problem, start=[named], iterations=100).schedule)
 
 
+@pytest.mark.parametrize(("name", "m"), [("interleaved", 2), ("v-half", 1), ("v-half", 2), ("zbv", 3)])
+def test_a_search_starts_in_the_memory_of_the_named_schedule(name, m):
+    """What is recomputed waits for its weight gradient in more memory than for its input gradient: one micro-batch
+    needs no more at once than it holds when it leaves a rank's chunks in turn, and there is always that order."""
+    named = build(name, pp=2, num_microbatches=m)
+    for activation, deferred in ((1.0, 9.0), (0.1, 0.7), (2.0, 2.1)):
+        n = named.num_stages
+        memory = Memory(activation=(activation,) * n, deferred=(deferred,) * n, state=(0.3,) * n)
+        costs = Costs(forward=1, input_grad=1, weight_grad=1)
+        least = 0.6 + activation + deferred
+        for limit, start in ((max(memory.peaks(named)), [named]), (least, [])):
+            problem = Problem(costs, stages=named.stages, num_microbatches=m, memory=memory, limit=limit)
+            assert max(search_order(problem, start=start, iterations=50).peaks) <= limit * (1 + 1e-9)
+        with pytest.raises(ScheduleError, match="does not hold one micro-batch"):
+            Problem(costs, stages=named.stages, num_microbatches=m, memory=memory, limit=0.99 * least)
+
+
+def test_a_rank_that_holds_state_alone_bounds_nothing():
+    """An embedding of its own, which keeps nothing of a micro-batch, may be the fullest rank."""
+    named = build("1f1b", pp=2, num_microbatches=4)
+    costs, memory = Costs(forward=1, input_grad=1, weight_grad=1), Memory(
+        activation=(0.0, 1.0), deferred=(0.0, 1.0), state=(10.0, 1.0)
+    )  # fmt: skip
+    problem = Problem(costs, stages=named.stages, num_microbatches=4, memory=memory, limit=10.0)
+    found = search_order(problem, start=[named], iterations=2000)
+    assert bound_of(problem).seconds <= found.seconds < simulate(named, costs).makespan
+
+
 def test_what_is_not_proved_does_not_leave():
     """An order that deadlocks, one over the limit, and one that the search has timed wrongly."""
     problem = Problem(random_costs(0, 2), stages=stage_map("loop", pp=2, chunks=1), num_microbatches=2, limit=2)
