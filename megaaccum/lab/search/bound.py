@@ -133,8 +133,7 @@ class Bound:
     def _room(self, rank: int) -> float:
         """Bytes that the rank's limit leaves for activations."""
         assert self.memory is not None and self.limit is not None
-        room = self.limit - sum(self.memory.state[s] for s in self.stages[rank])
-        return room * (1 + TINY)
+        return self.limit - sum(self.memory.state[s] for s in self.stages[rank]) + TINY * self.limit
 
     def _drain(self, rank: int) -> tuple[float, float]:
         """(length of a window that ends with the flush, the least idle time in it), for the window with the most.
@@ -187,9 +186,10 @@ class Bound:
         activation = self.memory.activation[s]
         kept = min(activation, self.memory.deferred[s])
         bounds = []
-        for size, stay, apart in (
-            (activation, self._way(s), input_grad),
-            (kept, self._way(s) + weight_grad, weight_grad),
+        # The last input gradient has the way to the first stage to go; weight gradients may all be done after it.
+        for size, stay, apart, after in (
+            (activation, self._way(s), input_grad, self.leave[s]),
+            (kept, self._way(s) + weight_grad, weight_grad, 0.0),
         ):
             if size <= 0:
                 continue
@@ -201,8 +201,7 @@ class Bound:
             ramps = (places - 1) * (forward + apart)
             if ramps <= m * stay / places:
                 window = max(window, m * stay / places + ramps / 2)
-            # The last to give back its place has the way to the first stage to go after its input gradient.
-            bounds.append(self.enter[s] + window + self.leave[s] - (stay - self._way(s)))
+            bounds.append(self.enter[s] + window + after)
         return bounds
 
 

@@ -65,6 +65,14 @@ def test_no_order_beats_the_bounds_and_the_search_finds_the_best(seed, limit):
     assert found.bound == pytest.approx(bound_of(problem).seconds) and found.bound <= least * (1 + 1e-9)
 
 
+def test_weight_gradients_that_are_all_done_last_beat_no_bound():
+    """After the last weight gradient nothing has to follow, though the last input gradient is on its way for long."""
+    stages, memory = stage_map("loop", pp=2, chunks=1), Memory(activation=(5, 1), deferred=(2, 0.1), state=(0, 0))
+    costs = Costs(forward=(1, 0.3), input_grad=(0, 0.3), weight_grad=(0.3, 2), p2p=5)
+    problem = Problem(costs, stages=stages, num_microbatches=2, memory=memory, limit=20)
+    assert bound_of(problem).seconds <= search_order(problem, iterations=100).seconds == pytest.approx(12.9)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_named_schedule_beats_its_bound(name, seed):
