@@ -193,7 +193,7 @@ class Problem:
                             awaited[rank] = needed
                             break
                         now = max(now, ends[needed] + hop[other])
-                    jitter = (seconds[this] + seconds[other]) / (self.seconds[this] + self.seconds[other])
+                    jitter = (seconds[this] + seconds[other]) / (self.seconds[this] + self.seconds[other] or 1.0)
                     now += jitter * pairs[other // self.m, (this - first) // self.m]
                     ends[other] = now
                     done.append(other)

@@ -146,16 +146,19 @@ def _problems(profile: Profile) -> Iterator[str]:
 
 def even_cut(profile: Profile, num_stages: int) -> Cut:
     """The layers between embedding and head shared out evenly (where they do not divide, earlier stages have one
-    more), embedding on the first stage and head on the last. Raises ScheduleError for fewer layers than stages."""
+    more), embedding on the first stage and head on the last, where they may be alone. Raises ScheduleError for fewer
+    layers than stages."""
     first, last = profile.pattern[0] == EMBEDDING, profile.pattern[-1] == HEAD
     layers = len(profile.pattern) - first - last
-    if layers < num_stages:
+    if len(profile.pattern) < num_stages:
         raise ScheduleError(
             f"{layers} layers cannot be cut into {num_stages} stages: lower pipeline_model_parallel_size or the chunks"
-            f" per rank until they make at most {layers}"
+            f" per rank until they make at most {len(profile.pattern)}, with embedding and head as layers"
         )
     share, more = divmod(layers, num_stages)
     cut = [share + (stage < more) for stage in range(num_stages)]
+    if num_stages - layers > last:  # the embedding is alone
+        cut = [0, *cut[:-1]]
     cut[0] += first
     cut[-1] += last
     return tuple(cut)

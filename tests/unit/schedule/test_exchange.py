@@ -9,10 +9,11 @@ import pytest
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.bound import bound
+from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
 from megaaccum.pretrain.metrics.schedule_plots import figure, text
-from megaaccum.schedule import Action, Pair, build, make_schedule, parse, simulate, validate
+from megaaccum.schedule import Action, Costs, Pair, build, make_schedule, parse, simulate, validate
 from megaaccum.schedule.exchange import Layer, exchanges, together
 from megaaccum.schedule.pass_numbers import Problem
 
@@ -128,6 +129,32 @@ def test_a_search_pairs_passes_to_hide_exchanges(limit):
     assert not without.schedule.has_pairs
     assert found.seconds < 0.95 * without.seconds
     assert compare(found.schedule, at.costs, without.schedule, at.costs).gain > 0.05
+
+
+def test_a_pair_of_passes_that_take_no_time():
+    """Embeddings have no input gradient: a pair with such a pass may take no time at all."""
+    schedule = build("dualpipev", pp=2, num_microbatches=8)
+    layers = (
+        (Layer((0, 0), (0, 0)),),
+        (Layer((1, 2), (1, 2), 1.0),),
+        (Layer((1, 2), (1, 2)),),
+        (Layer((0, 0), (0, 0)),),
+    )
+    costs = Costs(forward=(0, 5, 3, 0), input_grad=(0, 5, 3, 0), weight_grad=1, layers=layers)
+    at = Problem(costs, stages=schedule.stages, num_microbatches=8)
+    assert at.time(at.order_of(schedule)) == pytest.approx(simulate(schedule, costs).makespan)
+    found = search_order(at, start=[schedule], iterations=100)
+    assert compare(found.schedule, costs, schedule, costs).gain >= 0
+
+
+def test_no_cut_beats_the_bound_of_all_that_pairs_hide():
+    """A bound with exchanges that nothing hides would be above what DualPipeV takes."""
+    exchanged = LayerCost(forward=3.0, input_grad=3.0, weight_grad=1.0, exchange=1.0)
+    profile = Profile(pattern="XXXX", kinds={"X": exchanged})
+    schedule = build("dualpipev", pp=1, num_microbatches=12)
+    seconds = tune_cut(profile, pp=1, chunks=2, placement="v", order=lambda costs: schedule).seconds
+    every_pass = 12 * 4 * exchanged.seconds
+    assert bound_of_cuts(profile, pp=1, chunks=2, placement="v", num_microbatches=12) <= seconds < every_pass
 
 
 def test_a_pair_needs_both_inputs():

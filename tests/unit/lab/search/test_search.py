@@ -218,6 +218,15 @@ def test_a_tuned_cut_is_faster_and_above_the_bound_of_all_cuts(name):
     assert sum(tuned.cut) == 16 and min(tuned.cut) >= 1
 
 
+@pytest.mark.parametrize(("pattern", "pp"), [("TTTT", 4), ("ETTL", 4), ("ETL", 2), ("ETTL", 1), ("TTL", 3), ("ETT", 3)])
+def test_a_cut_without_another_beside_it(pattern, pp):
+    """One stage, or a layer for each: the embedding and the head may be alone."""
+    schedule, profile = build("1f1b", pp=pp, num_microbatches=4), Profile(pattern=pattern, kinds=PROFILE.kinds)
+    tuned = tune_cut(profile, pp=pp, chunks=1, placement="loop", order=lambda costs: schedule)
+    assert len(tuned.cut) == pp and sum(tuned.cut) == len(pattern) and min(tuned.cut) >= 1
+    assert min(even_cut(profile, pp)) >= 1
+
+
 def test_the_best_of_all_cuts_of_one_chunk():
     schedule = build("zb-h1", pp=3, num_microbatches=6)
     cuts = [(a, b, 16 - a - b) for a in range(1, 15) for b in range(1, 16 - a)]
@@ -255,8 +264,8 @@ def test_bad_input(tmp_path):
     (tmp_path / "p.json").write_text("[1]")
     with pytest.raises(ScheduleError, match="needs pattern and kinds"):
         read_profile(tmp_path / "p.json")
-    with pytest.raises(ScheduleError, match="cannot be cut into 16 stages"):
-        even_cut(PROFILE, 16)
+    with pytest.raises(ScheduleError, match=r"cannot be cut into 17 stages: .* at most 16"):
+        even_cut(PROFILE, 17)
 
 
 def test_a_profile_in_a_file(tmp_path):
