@@ -115,7 +115,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     config, name = read_source([args.config]).loaded_config(), row.schedule.name
     set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE)
     table = args.write.with_suffix(".csv")
-    is_built_in = name in BUILT_IN
+    before, is_built_in = table.read_bytes() if table.exists() else None, name in BUILT_IN
     keys: dict[str, Any] = dict(
         pipeline_model_parallel_size=args.pp, schedule=name if is_built_in else str(table),
         pp_microbatches=args.microbatches, grad_accum_steps=1,
@@ -125,6 +125,8 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
         keys["pipeline_model_parallel_layout"] = layout_of_cut(read_profile(args.profile), row.cut)
     elif name == "interleaved":
         keys["virtual_pipeline_model_parallel_size"] = row.schedule.chunks
+    if name == "interleaved" and args.group_size:
+        keys["microbatch_group_size_per_vp_stage"] = args.group_size
     if row.costs.layers is not None and row.schedule.has_pairs:
         keys["overlap_moe_expert_parallel_comm"] = True
     put(config, keys)
@@ -134,7 +136,9 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     try:
         resolve(config, world_size=smallest_world(config))
     except ConfigError:
-        if not is_built_in:
+        if before is not None:
+            table.write_bytes(before)
+        elif not is_built_in:
             table.unlink()
         raise
     text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)

@@ -74,6 +74,9 @@ def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
     run(capsys, "schedule --pp 2 -m 6 --schedule 1f1b --no-timeline --config tiny.yaml --write named.yaml")
     assert load("named.yaml").parallel.schedule == "1f1b"
     assert not Path("named.csv").exists()
+    words = "schedule --pp 2 -m 8 --schedule interleaved --group-size 4 --no-timeline"
+    run(capsys, words + " --config tiny.yaml --write groups.yaml")
+    assert load("groups.yaml").parallel.microbatch_group_size_per_vp_stage == 4
 
 
 def test_a_run_that_check_would_refuse_is_not_written(tmp_path, capsys):
@@ -82,6 +85,10 @@ def test_a_run_that_check_would_refuse_is_not_written(tmp_path, capsys):
     assert main(words.split()) == 2
     assert "num_layers 4" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    run(capsys, f"schedule --pp 4 -m 8 --schedule zbv --no-timeline --csv {tmp_path}/run.csv")
+    assert main(words.replace("zbv", f"{tmp_path}/run.csv").split()) == 2  # whose table stays as it was
+    assert read_csv(tmp_path / "run.csv").items == build("zbv", pp=4, num_microbatches=8).items
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main("schedule --pp 2 -m 4 --schedule 1f1b --write run.yaml".split())
     assert "--write needs --config" in capsys.readouterr().err
