@@ -57,7 +57,7 @@ def load_hardware(
         ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
     """
     entries = _packaged() | ({} if file is None else _read(str(file)))
-    wanted = name.lower().replace("-", "_")
+    wanted = _key(name)
     if wanted not in entries:
         near = get_close_matches(wanted, entries, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
@@ -78,7 +78,7 @@ def slowed(name: str, factor: float, *, source: str, file: str | os.PathLike[str
     """The entry `name`, whole, of a machine on which everything takes `factor` times as long: rates and bandwidths
     divided by it, latencies multiplied. source: why, for its `source`. Raises ConfigError as `load_hardware`."""
     entries = _packaged() | ({} if file is None else _read(str(file)))
-    entry = _merged(name.lower().replace("-", "_"), entries)
+    entry = _merged(_key(name), entries)
     efficiency = {key: float(value) for key, value in entry["efficiency"].items()}
     now = Efficiency(**efficiency)
     efficiency |= {key: getattr(now, key) / factor for key in _RATES}
@@ -123,13 +123,18 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"the hardware file {path} is not UTF-8: {error}.") from None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"the hardware file {path} must map names to entries, as `megaaccum calibrate` writes it.")
-    return {str(name).lower().replace("-", "_"): entry for name, entry in entries.items()}
+    return {_key(name): entry for name, entry in entries.items()}
+
+
+def _key(name: object) -> str:
+    """The name of an entry, however the user writes it."""
+    return str(name).lower().replace("-", "_")
 
 
 def _merged(name: str, entries: dict[str, dict[str, Any]], above: tuple[str, ...] = ()) -> dict[str, Any]:
     """An entry over the one that it is `like`. above: the entries that are like it."""
     entry = entries[name]
-    if not isinstance(entry.get("efficiency") or {}, dict):
+    if not isinstance(entry.get("efficiency", {}), dict):
         raise ConfigError(f"hardware entry {name}: efficiency is {entry['efficiency']!r}, and has to name constants.")
     if unknown := sorted(map(str, entry.keys() - _KEYS)):
         raise ConfigError(
@@ -137,11 +142,13 @@ def _merged(name: str, entries: dict[str, dict[str, Any]], above: tuple[str, ...
         )
     if "like" not in entry:
         return dict(entry)
-    base = str(entry["like"])
-    if base not in entries or base in (name, *above):
+    base = _key(entry["like"])
+    if base == name:  # the package's entry, whose place the file's takes
+        entries = _packaged()
+    if entries.get(base) in (None, entry) or base in above:
         raise ConfigError(f"hardware entry {name} is like {base!r}, which is no other entry.")
     below = _merged(base, entries, (name, *above))
-    return below | entry | {"efficiency": (below.get("efficiency") or {}) | (entry.get("efficiency") or {})}
+    return below | entry | {"efficiency": below.get("efficiency", {}) | entry.get("efficiency", {})}
 
 
 def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:

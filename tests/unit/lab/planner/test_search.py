@@ -405,12 +405,15 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
         "mine: {like: h100, hbm_gib: 40, source: here}",
         "odd: {like: h100, colour: red, ~: 1}",
         "lone: {hbm_gib: 1}",
+        "H100: {like: h100, hbm_gib: 70, source: in place of the package's}",
+        "my-box: {like: H100, source: of the file's}",
     )
     file.write_text("\n".join(entries))
     mine = load_hardware("mine", file=file)
     assert isinstance(mine, Hardware)
     assert mine.hbm_bytes == 40 * 2**30
     assert mine.device == load_hardware("h100").device
+    assert load_hardware("h100", file=file).hbm_bytes == load_hardware("My-Box", file=file).hbm_bytes == 70 * 2**30
     for name, problem in (("odd", "unknown keys None, colour"), ("lone", "lacks")):
         with pytest.raises(ConfigError, match=problem):
             load_hardware(name, file=file)
@@ -424,6 +427,8 @@ def test_unknown_hardware_is_told_the_nearest(tmp_path: Path) -> None:
         ("{like: h100, efficiency: {launch: -1}}", "mine: launch is -1, and has to be at least 0"),
         ("{like: h100, net_gb_per_s: .nan}", "mine: net_gb_per_s is nan"),
         ("{like: h100, efficiency: 3}", "mine: efficiency is 3"),
+        ("{like: mine}", "is like 'mine', which is no other entry"),
+        ("{efficiency: }", "mine: efficiency is None"),
         ("{like: other}\nother: {like: mine}", "is like 'mine', which is no other entry"),
     ],
 )
