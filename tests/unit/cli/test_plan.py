@@ -75,6 +75,9 @@ def test_explain_writes_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert "num_attention_heads 32 is not divisible" in run(capsys, *PLAN, "--why-not", "tp=3")[1]
+    for fix, wanted in (("pp=1", "zero=1"), ("tp=2", "tp=4")):  # the search looks at these if they are fixed
+        _, out, _ = run(capsys, *PLAN, "--fix", fix, "--why-not", wanted)
+        assert f"{wanted} fits, but the search looks at it only with --fix {wanted}: its fastest layout, " in out
 
 
 def test_write_gives_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
