@@ -89,7 +89,7 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
         [layouts.schedule, layouts.sync, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
          layouts.vpp > 1, layouts.tp > 1, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
          workload.model.num_layers % (layouts.pp * layouts.vpp) == 0,
-         layouts.num_microbatches >= 2 * layouts.pp], axis=1
+         np.clip(layouts.num_microbatches - 2 * layouts.pp, -2, 0)], axis=1
     )  # fmt: skip
     _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
     problems = [layout_config.problem(workload, layouts.axes(int(index))) for index in first]

@@ -240,6 +240,10 @@ def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
     found = search(work, fixed)
     assert set(found.layouts.num_microbatches) == {16}
     assert not {"dualpipev"} & {found.name_of(index)["schedule"] for index in range(len(found))}
+    # ZB-V takes one micro-batch less than 2 * pp, but not two less.
+    work = workload(gpus=2, hbm_gib=400, global_batch_size=6, allow_underfilled_pipeline=True)
+    found = search(work, Limits(fixed=dict(pp=2, schedule="zbv")))
+    assert set(found.layouts.num_microbatches) == {3, 6}
 
 
 def test_memory_gib_is_what_a_layout_has_to_fit_into(ranked: Ranked) -> None:
