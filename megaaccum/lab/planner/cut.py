@@ -90,12 +90,14 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     layers, profile = _layers_and_profile(work, at, profile)
     named = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     hop = float(np.ravel(work.time_model(work.memory_model()).hop_seconds(at))[0])
-    costs, memory = profile.costs(_with_ends(layers), p2p=hop), Memory.counted(pp * vpp, chunks=vpp)
+    costs, predicted = (each.costs(_with_ends(layers), p2p=hop) for each in (profile, predicted_profile(work, at)))
+    memory = Memory.counted(pp * vpp, chunks=vpp)
     limit = max(memory.peaks(named))
     problem = Problem(costs, stages=named.stages, num_microbatches=m, memory=memory, limit=limit)
     found = search_order(problem, start=[named], iterations=ORDERS, seed=0, name=name)
-    gain = simulate(named, costs).makespan - simulate(found.schedule, costs).makespan
-    return float(ranked.time.total[index]) - max(0.0, gain)
+    # A share of the row's own flush: costs may have been measured on another device, or of another micro-batch.
+    share = max(0.0, 1 - simulate(found.schedule, costs).makespan / simulate(named, costs).makespan)
+    return float(ranked.time.total[index]) - share * simulate(named, predicted).makespan
 
 
 def _layers_and_profile(work: Workload, at: Layouts, profile: Profile | None) -> tuple[list[int], Profile]:
@@ -162,7 +164,7 @@ def with_one_head(profile: Profile) -> Profile:
     if not further:
         return profile
     head, more = profile.kinds[HEAD], profile.kinds[PREDICTION]
-    names = [field.name for field in fields(LayerCost) if field.name != "name"]
+    names = [field.name for field in fields(LayerCost) if field.name not in ("name", "experts")]
     joined = replace(head, **{name: getattr(head, name) + further * getattr(more, name) for name in names})
     kinds = {kind: cost for kind, cost in profile.kinds.items() if kind != PREDICTION}
     return Profile(pattern=profile.pattern.replace(PREDICTION, ""), kinds=kinds | {HEAD: joined})

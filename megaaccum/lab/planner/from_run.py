@@ -38,11 +38,10 @@ def fitted_to(workload: Workload, path: str, *, file: str | os.PathLike[str] | N
     run = replace(workload, config=ran, model=ran.model, sharding=ran.sharding, world_size=size)
     predicted = float(run.time_model(run.memory_model()).step(from_rows([_row(receipt, ran, path)])).total[0])
     source = f"everything {measured / predicted:.3g} times as long, as {path} measured"
-    name = workload.hardware.name
-    per_node = workload.hardware.links.gpus_per_node
-    return replace(
-        workload, hardware=load_hardware(name, file=file, gpus_per_node=per_node, slower=(measured / predicted, source))
-    )
+    ours = workload.hardware
+    per_node = ours.links.gpus_per_node
+    slower = load_hardware(ours.name, file=file, gpus_per_node=per_node, slower=(measured / predicted, source))
+    return replace(workload, hardware=replace(slower, hbm_bytes=ours.hbm_bytes))  # which `memory_gib` may say
 
 
 def _check_model(workload: Workload, receipt: Record, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def test_write_cuts_by_measured_costs(capsys: pytest.CaptureFixture[str], tmp_pa
     run(capsys, *words)
     first, last = layers_of_stages(*model_and_parallel(out))
     assert first - last in (6, 7, 8)
+    further = Profile(pattern="E" + "T" * 32 + "PPL", kinds={"E": layer, "T": layer, "P": layer, "L": layer})
+    write_profile(further, file)  # two layers that predict further tokens, on the head's stage
+    assert run(capsys, *words, "--mtp_num_layers", "2")[0] == 0
+    first, last = layers_of_stages(*model_and_parallel(out))
+    assert first - last == 2
     write_profile(Profile(pattern="ETTL", kinds={"E": layer, "T": layer, "L": head}), file)
     code, _, err = run(capsys, *words)
     assert code == 2
@@ -174,6 +180,13 @@ def test_the_searched_schedule_is_a_column_with_the_costs_of_megaaccum_schedule(
     named, found = (float(line.split()[-7]) for line in out.splitlines()[1:3])
     gain = row["seconds_per_step"] - row["seconds_searched"]
     assert gain == pytest.approx(named - found, rel=1e-3)
+    slow = predicted_profile(work, at)  # as a CPU measures them: the gain is the same share of the row's own flush
+    kinds = {kind: replace(each, forward=1e3 * each.forward, input_grad=1e3 * each.input_grad,
+                           weight_grad=1e3 * each.weight_grad) for kind, each in slow.kinds.items()}  # fmt: skip
+    write_profile(replace(slow, kinds=kinds), tmp_path / "slow.json")
+    _, out, _ = run(capsys, *words, "--search", "--json", "--profile", str(tmp_path / "slow.json"))
+    (slow_row,) = json.loads(out)["layouts"]
+    assert slow_row["seconds_searched"] == pytest.approx(row["seconds_searched"], rel=0.01)
     _, out, _ = run(capsys, *words, "--search")
     assert "searched" in out and "tokens" not in out.splitlines()[2]
 
@@ -208,6 +221,8 @@ def test_times_are_scaled_by_what_a_run_measured(capsys: pytest.CaptureFixture[s
     plain = seconds()
     slow = receipt(tmp_path / "slow.json", LLAMA, seconds=2 * plain)
     assert seconds("--from-run", slow) == pytest.approx(2 * plain, rel=0.03)
+    _, out, _ = run(capsys, *PLAN, "--bf16", "--json", "--from-run", slow, "--memory_gib", "60")
+    assert json.loads(out)["hbm_bytes"] == 60 * 2**30
     other = "tp=4,cp=1,pp=2,mbs=1,recompute=none,sync=resident"
     assert seconds("--from-run", slow, fix=other) == pytest.approx(2 * seconds(fix=other), rel=0.05)
 
