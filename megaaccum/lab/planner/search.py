@@ -85,9 +85,10 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
     Raises:
         ConfigError: it accepts none; the text is its own on the first.
     """
+    groups = workload.model.num_query_groups or workload.model.num_attention_heads
     kinds = np.stack(
         [layouts.schedule, layouts.sync, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
-         layouts.vpp > 1, layouts.tp > 1, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
+         layouts.vpp > 1, layouts.tp > 1, groups % layouts.tp > 0, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
          workload.model.num_layers % (layouts.pp * layouts.vpp) == 0,
          np.clip(layouts.num_microbatches - 2 * layouts.pp, -2, 0)], axis=1
     )  # fmt: skip

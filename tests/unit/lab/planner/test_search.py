@@ -246,6 +246,12 @@ def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
     assert set(found.layouts.num_microbatches) == {3, 6}
 
 
+def test_muon_is_planned_without_the_tensor_parallelism_that_check_refuses() -> None:
+    """Ranks that have parts of keys and values, of which Muon wants whole matrices."""
+    found = search(workload(gpus=8, num_query_groups=2, optimizer="muon"), Limits(fixed=dict(pp=1, cp=1)))
+    assert set(found.layouts.tp) == {1, 2}
+
+
 def test_memory_gib_is_what_a_layout_has_to_fit_into(ranked: Ranked) -> None:
     small = search(workload(memory_gib=30.0))
     assert small.memory.total.max() <= 30 * 2**30 < ranked.memory.total.max()
