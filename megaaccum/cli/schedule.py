@@ -102,6 +102,7 @@ def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
         save(drawn, args.png)
         print(f"picture: {args.png}")
     if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
         write_csv(row.schedule, args.csv)
         print(f"table: {args.csv}")
     if args.trace:
@@ -170,19 +171,21 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
             rows.append(_row(name, args, profile, limit))
         except ScheduleError as error:
             refused.append(f"{name}: {error}")
+    over = [row for row in rows if limit is not None and row.peak > limit * (1 + TINY)]
     if args.schedule == "auto":
-        rows = _fastest_first(rows, limit, refused, barrier=args.barrier)
-    return rows, refused
+        rows = _fastest_first(rows, over, limit, refused, barrier=args.barrier)
+    return rows, refused + [f"{row.schedule.name}: it holds {row.peak:.6g}, over the limit" for row in over]
 
 
-def _fastest_first(rows: list[Row], limit: float | None, refused: list[str], *, barrier: bool) -> list[Row]:
-    """The rows within the limit, fastest first. Raises ScheduleError if none is."""
-    fitting = [row for row in rows if limit is None or row.peak <= limit * (1 + TINY)]
+def _fastest_first(
+    rows: list[Row], over: list[Row], limit: float | None, refused: list[str], *, barrier: bool
+) -> list[Row]:
+    """The rows that are not `over` the limit, fastest first. Raises ScheduleError if there are none."""
+    fitting = [row for row in rows if row not in over]
     if not fitting:
         least = min(rows, key=lambda row: row.peak, default=None)
         closest = "" if least is None else f" The one that holds least is {least.schedule.name}, {least.peak:.6g}."
         raise ScheduleError(f"no schedule fits the memory limit {limit or 0:.6g}.{closest} {' '.join(refused)}".strip())
-    refused += [f"{row.schedule.name}: it holds {row.peak:.6g}, over the limit" for row in rows if row not in fitting]
     return sorted(fitting, key=lambda row: row.simulation.makespan if barrier else row.without_barrier)
 
 
@@ -333,6 +336,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--write needs --config CONFIG, whose model, data and other keys the YAML file has")
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
+    if not 0 <= args.p2p < float("inf"):
+        parser.error(f"--p2p {args.p2p:g}: a time from 0 on")
     if args.png:
         check_format(args.png)
     return args

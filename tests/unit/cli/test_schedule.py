@@ -98,6 +98,8 @@ def test_the_fastest_that_fits(capsys):
     out = run(capsys, "schedule --pp 4 -m 16 --schedule auto --memory-limit 3 --no-timeline")
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["v-half", "v-min"]
     assert "zbv: it holds 4, over the limit" in out
+    named = run(capsys, "schedule --pp 4 -m 16 --schedule zbv --compare v-half --memory-limit 3 --no-timeline")
+    assert named.splitlines()[3:] == ["zbv: it holds 4, over the limit"]
 
 
 def test_without_a_barrier_another_one_is_the_fastest(capsys):
@@ -161,11 +163,12 @@ def test_a_picture_of_another_kind(tmp_path, capsys):
 
 
 def test_the_table_and_the_trace(tmp_path, capsys):
-    run(capsys, f"schedule --pp 2 -m 5 --schedule zbv --no-timeline --csv {tmp_path}/t.csv --trace {tmp_path}/t.json")
-    assert read_csv(tmp_path / "t.csv").items == build("zbv", pp=2, num_microbatches=5).items
+    words = f"schedule --pp 2 -m 5 --schedule zbv --no-timeline --csv {tmp_path}/new/t.csv --trace {tmp_path}/t.json"
+    run(capsys, words)
+    assert read_csv(tmp_path / "new" / "t.csv").items == build("zbv", pp=2, num_microbatches=5).items
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 5 * 3
-    again = run(capsys, f"schedule --pp 2 -m 5 --schedule {tmp_path}/t.csv --no-timeline")
+    again = run(capsys, f"schedule --pp 2 -m 5 --schedule {tmp_path}/new/t.csv --no-timeline")
     assert again.splitlines()[1].split()[1:3] == ["2", "15.5"]
 
 
@@ -202,3 +205,7 @@ def test_bad_costs(cost, capsys):
     with pytest.raises(SystemExit):
         main(["schedule", "--pp", "4", "-m", "8", "--schedule", "zbv", f"--cost={cost}"])
     assert "--cost" in capsys.readouterr().err
+    for time in ("-1", "nan"):
+        with pytest.raises(SystemExit):
+            main(["schedule", "--pp", "4", "-m", "8", "--schedule", "zbv", f"--p2p={time}"])
+        assert "--p2p" in capsys.readouterr().err
