@@ -100,7 +100,8 @@ def _own_fields(config: Config, notes: list[str]) -> Keys:
 
 def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     layout, batch = plan.layout, plan.batch
-    tp, cp, pp, dp = _sizes(layout.tp, layout.cp, layout.pp, layout.dp)
+    is_table = layout.schedule.endswith(".csv")  # of one pp, and one number of chunks and micro-batches
+    tp, cp, pp, dp = _sizes(layout.tp, layout.cp, layout.pp, layout.dp, keep_pp=is_table)
     ep = 2 if layout.ep > 1 else 1
     etp = min(layout.etp, tp)
     if (tp * cp * dp) % (ep * etp):
@@ -110,7 +111,7 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
         notes.append("expert parallelism is left out: 8 ranks have no room for it beside tp, cp and pp")
     if layout.dp > 1 and dp == 1:
         notes.append("data parallelism is left out: 8 ranks have no room for it beside tp, cp and pp")
-    vpp = min(layout.vpp, 2)
+    vpp = layout.vpp if is_table else min(layout.vpp, 2)
     real = plan.config.model
     keys = keys | _model_keys(keys, plan, tp=tp, pp=pp * vpp, ep=ep, cp=cp)
     sizes = {
@@ -126,6 +127,8 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     chunks = min(most, max(2 * pp if batch.flush == "per_round" else -(-2 * pp // rounds), 2))
     if layout.schedule == "interleaved":
         chunks = -(-chunks // pp) * pp
+    if is_table:
+        rounds, chunks = batch.grad_accum_steps, batch.pp_microbatches
     keys |= sizes | {"micro_batch_size": min(batch.micro_batch_size, 2), "grad_accum_steps": rounds}
     keys |= {"pp_microbatches": chunks}
     if plan.config.sharding.backend == "deepspeed":
@@ -142,17 +145,17 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     return {name: each for name, each in keys.items() if each is not None}, world_size
 
 
-def _sizes(tp: int, cp: int, pp: int, dp: int) -> tuple[int, int, int, int]:
+def _sizes(tp: int, cp: int, pp: int, dp: int, *, keep_pp: bool) -> tuple[int, int, int, int]:
     """Each axis that is there stays there, with data parallelism of 2 while there is room: the largest is halved."""
-    sizes = {"pp": pp, "tp": tp, "cp": cp}
+    sizes = {"tp": tp, "cp": cp} if keep_pp else {"pp": pp, "tp": tp, "cp": cp}
 
     def ranks() -> int:
-        return sizes["pp"] * sizes["tp"] * sizes["cp"]
+        return sizes.get("pp", pp) * sizes["tp"] * sizes["cp"]
 
     while ranks() * min(dp, 2) > MOST_RANKS and max(sizes.values()) > 2:
         largest = max(sizes, key=lambda name: sizes[name])
         sizes[largest] = max(sizes[largest] // 2, 2)
-    return sizes["tp"], sizes["cp"], sizes["pp"], max(min(dp, 2) if ranks() * 2 <= MOST_RANKS else 1, 1)
+    return sizes["tp"], sizes["cp"], sizes.get("pp", pp), max(min(dp, 2) if ranks() * 2 <= MOST_RANKS else 1, 1)
 
 
 def _model_keys(keys: Keys, plan: Plan, *, tp: int, pp: int, ep: int, cp: int) -> Keys:

@@ -15,6 +15,8 @@ from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
 from megaaccum.lab.verification.verdict import lanes_of
 from megaaccum.optim.lr_schedule import build
 from megaaccum.pretrain.interop.load import load
+from megaaccum.schedule import build as build_schedule
+from megaaccum.schedule.table import write_csv
 from tests.support.configs import make, plan
 
 FILES = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -46,6 +48,20 @@ def test_an_axis_without_room_is_named():
     shrunk = as_case(config, resolve(config, world_size=16), shrink=True)
     assert shrunk.case.plan().layout.dp == 1
     assert any("data parallelism is left out" in note for note in shrunk.notes)
+
+
+@pytest.mark.parametrize(("name", "chunks", "m"), [("zbv", 2, 7), ("interleaved", 3, 6), ("zb-h1", 1, 9)])
+def test_a_table_keeps_its_pipeline_and_micro_batches(tmp_path, name, chunks, m):
+    """As `schedule --write` leaves it: a table is of one number of stages and one number of micro-batches."""
+    table = build_schedule(name, pp=3, num_microbatches=m, chunks=chunks)
+    write_csv(table, tmp_path / "run.csv")
+    config = make(
+        num_layers=18, pipeline_model_parallel_size=3, tensor_model_parallel_size=4, schedule=f"{tmp_path}/run.csv",
+        micro_batch_size=2, pp_microbatches=m, grad_accum_steps=1, zero_stage=3,
+    )  # fmt: skip
+    small = as_case(config, resolve(config, world_size=24), shrink=True).case.plan()
+    assert (small.layout.pp, small.layout.vpp, small.batch.num_microbatches) == (3, chunks, m)
+    assert small.layout.world_size <= MOST_RANKS
 
 
 def test_dropout_is_left_out_and_said():
