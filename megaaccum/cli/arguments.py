@@ -138,7 +138,8 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--hardware", metavar="F", help="a file of hardware entries, as `megaaccum calibrate` writes")
     parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
-    parser.add_argument("--fix", default="", metavar="AXIS=VALUE,...", help="hold axes, such as tp=8,recompute=none")
+    fix = "hold axes, such as tp=8,recompute=none"
+    parser.add_argument("--fix", action="append", default=[], metavar="AXIS=VALUE,...", help=fix)
 
 
 def smallest_world(config: Config) -> int:

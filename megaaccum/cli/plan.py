@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    fixed = parse_axes(args.fix) | parse_axes("" if args.schedule is None else f"schedule={args.schedule}")
+    fixed = parse_axes(",".join([*args.fix, *(f"schedule={name}" for name in [args.schedule] if name)]))
     limits = Limits(fixed=fixed, max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)

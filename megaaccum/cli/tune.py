@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = _world_size(args, config)
     hardware = _hardware(args)
     workload = make_workload(config, world_size=world_size, hardware=hardware)
-    ranked = search(workload, Limits(fixed=parse_axes(args.fix)), rank=args.rank)
+    ranked = search(workload, Limits(fixed=parse_axes(",".join(args.fix))), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(
         workload=workload, folder=folder, command=launch_command(args), time_limit=args.time_limit,

@@ -106,6 +106,12 @@ def test_a_file_whose_batch_follows_from_its_layout_is_planned(capsys: pytest.Ca
     assert (told["gpus"], told["tokens_per_step"]) == (4, 32 * 128)  # mbs 2 * 4 chunks * 2 steps * dp 2
 
 
+def test_every_fix_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *PLAN, "--fix", "pp=2,mbs=1", "--fix", "tp=2", "--schedule", "zb-h1", "--json", "--top", "3")
+    held = {tuple(row[axis] for axis in ("pp", "mbs", "tp", "schedule")) for row in json.loads(out)["layouts"]}
+    assert held == {(2, 1, 2, "zb-h1")}
+
+
 def test_the_help_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "tune"):
         with pytest.raises(SystemExit):
