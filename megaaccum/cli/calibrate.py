@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     usage = "megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])"
     parser = command_parser("calibrate", __doc__ or "", usage)
-    parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
+    parser.set_defaults(name=None)
+    if not any(word.split("=")[0] == "--layers" for word in argv):  # with it, words are values of the file's keys
+        parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
     parser.add_argument("--like", default="h100", help="entry that says what is not measured (default h100)")
     parser.add_argument("--output", metavar="F", help="file to write (default hardware.yaml, or layers.json)")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each point is repeated")

@@ -107,7 +107,7 @@ def test_a_file_whose_batch_follows_from_its_layout_is_planned(capsys: pytest.Ca
 
 
 def test_every_fix_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, *PLAN, "--fix", "pp=2,mbs=1", "--fix", "tp=2", "--schedule", "zb-h1", "--json", "--top", "3")
+    _, out, _ = run(capsys, *PLAN, "--fix", "pp=2,mbs=1", "--fix", "tp=2", "--schedule", "zb-h1", "--json", "--top=3")
     held = {tuple(row[axis] for axis in ("pp", "mbs", "tp", "schedule")) for row in json.loads(out)["layouts"]}
     assert held == {(2, 1, 2, "zb-h1")}
 
@@ -293,6 +293,13 @@ def test_latency_and_bandwidth_are_found_again() -> None:
     ranks, alpha, beta = 8, 12e-6, 40e9
     points = [(s, (ranks - 1) * alpha + (ranks - 1) / ranks * s / beta) for s in calibration.MESSAGES]
     assert calibration.fit_link(points, ranks) == pytest.approx((alpha, beta))
+
+
+def test_values_of_keys_are_no_name_of_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", "--layers", LLAMA, "--recompute_granularity", "full", "--recompute_num_layers", "1"]
+    code, _, err = run(capsys, *words, "--recompute_method", "block")
+    assert (code, "set recompute_method to uniform to measure" in err) == (2, True)
+    assert "unexpected here" in run(capsys, "calibrate", "here", "--layers", LLAMA)[2]
 
 
 def test_calibrate_writes_an_entry_that_plan_takes(
