@@ -5,7 +5,7 @@ The costs are the planner's own predictions, or a profile that was measured (`me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from megaaccum.lab.planner.stages import layout_text, make_stages, split_layers
 from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
-from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, Cut, LayerCost, Profile
+from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, Cut, LayerCost, Profile, with_one_head
 from megaaccum.lab.search.search import search_order
 from megaaccum.pretrain.metrics.flops import expert_layers
 from megaaccum.schedule.memory import Memory
@@ -156,15 +156,3 @@ def _cost(seconds: Pass) -> LayerCost:
 
 _TABLE = Pass(1e-9, 1e-9, 0.0, 0.0)
 """A look-up in the word table: next to nothing, and a profile wants some time of every layer."""
-
-
-def with_one_head(profile: Profile) -> Profile:
-    """`profile` with the prediction of further tokens counted for the head: Megatron has both in one stage."""
-    further = profile.pattern.count(PREDICTION)
-    if not further:
-        return profile
-    head, more = profile.kinds[HEAD], profile.kinds[PREDICTION]
-    names = [field.name for field in fields(LayerCost) if field.name not in ("name", "experts")]
-    joined = replace(head, **{name: getattr(head, name) + further * getattr(more, name) for name in names})
-    kinds = {kind: cost for kind, cost in profile.kinds.items() if kind != PREDICTION}
-    return Profile(pattern=profile.pattern.replace(PREDICTION, ""), kinds=kinds | {HEAD: joined})

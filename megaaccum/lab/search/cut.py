@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.profile import Cut, Profile, even_cut
+from megaaccum.lab.search.profile import Cut, Profile, even_cut, with_one_head
 from megaaccum.schedule.actions import Placement, Schedule, stage_map
 from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.simulate import Costs, simulate
@@ -48,9 +48,10 @@ def tune_cut(
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
     pass one on) while that is faster. limit: of the profile's memory on every rank, all of
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
-    fits it.
+    fits it. In a V further tokens are predicted on the last stage alone, with the head.
     """
-    search = _Search(profile, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p)
+    joined = with_one_head(profile) if placement == "v" else profile
+    search = _Search(joined, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p)
     best = min((search.descend(start) for start in search.starts()), key=_rank)
     if best.excess > 0:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
@@ -58,7 +59,7 @@ def tune_cut(
             f"no cut into {pp * chunks} stages fits the memory limit {limit:.6g}: of {search.priced} the closest is"
             f" {'-'.join(map(str, best.cut))}, where {needs}: raise the limit, or choose a schedule that holds less"
         )
-    return best
+    return replace(best, cut=(*best.cut[:-1], best.cut[-1] + len(profile.pattern) - len(joined.pattern)))
 
 
 def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:

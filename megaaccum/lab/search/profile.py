@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,18 @@ def _problems(profile: Profile) -> Iterator[str]:
             )
         if not cost.seconds > 0:
             yield f"profile: kind {kind} takes no time at all: give forward, input_grad or weight_grad above 0"
+
+
+def with_one_head(profile: Profile) -> Profile:
+    """`profile` with the prediction of further tokens counted for the head: Megatron has both in one stage."""
+    further = profile.pattern.count(PREDICTION)
+    if not further or HEAD not in profile.pattern:
+        return profile
+    head, more = profile.kinds[HEAD], profile.kinds[PREDICTION]
+    names = [field.name for field in fields(LayerCost) if field.name not in ("name", "experts")]
+    joined = replace(head, **{name: getattr(head, name) + further * getattr(more, name) for name in names})
+    kinds = {kind: cost for kind, cost in profile.kinds.items() if kind != PREDICTION}
+    return Profile(pattern=profile.pattern.replace(PREDICTION, ""), kinds=kinds | {HEAD: joined})
 
 
 def even_cut(profile: Profile, num_stages: int) -> Cut:
