@@ -133,7 +133,7 @@ def test_write_cuts_the_layers_by_their_costs(capsys: pytest.CaptureFixture[str]
 def test_stages_without_a_layer_between_the_ends_are_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As many as Llama 3 405B's: the embedding and the head have a stage each."""
+    """Llama 3 405B has as many on 128 stages: the embedding and the head have a stage each."""
     out, words = tmp_path / "out.yaml", [*PLAN, "--num_layers", "30", "--fix", "pp=4,vpp=8,schedule=interleaved"]
     code, _, err = run(capsys, *words, "--write", str(out))
     assert (code, "layers: split evenly" in err) == (0, True)

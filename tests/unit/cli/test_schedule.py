@@ -80,7 +80,7 @@ def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
 
 
 def test_a_cut_of_a_v_predicts_further_tokens_with_the_head(tmp_path, capsys):
-    """Where the word table is: `check` refuses a cut with them on another stage."""
+    """The word table is there: `check` refuses a cut with them on another stage."""
     costs = '"forward_ms": {0}, "backward_ms": {0}, "weight_ms": {0}'.format('{"E": 1, "T": 2, "P": 4, "L": 6}')
     (tmp_path / "p.json").write_text(f'{{"pattern": "ETTTTPL", {costs}}}')
     tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"

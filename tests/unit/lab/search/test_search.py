@@ -140,7 +140,7 @@ def test_passes_that_take_no_time_keep_their_order(seed):
 
 @pytest.mark.parametrize(("name", "m"), [("interleaved", 2), ("v-half", 1), ("v-half", 2), ("zbv", 3)])
 def test_a_search_starts_in_the_memory_of_the_named_schedule(name, m):
-    """What is recomputed waits for its weight gradient in more memory than for its input gradient: one micro-batch
+    """A recomputed layer waits for its weight gradient in more memory than for its input gradient: one micro-batch
     needs no more at once than it holds when it leaves a rank's chunks in turn, and there is always that order."""
     named = build(name, pp=2, num_microbatches=m)
     for activation, deferred in ((1.0, 9.0), (0.1, 0.7), (2.0, 2.1)):

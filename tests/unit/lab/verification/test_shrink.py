@@ -52,7 +52,7 @@ def test_an_axis_without_room_is_named():
 
 @pytest.mark.parametrize(("name", "chunks", "m"), [("zbv", 2, 7), ("interleaved", 3, 6), ("zb-h1", 1, 9)])
 def test_a_table_keeps_its_pipeline_and_micro_batches(tmp_path, name, chunks, m):
-    """As `schedule --write` leaves it: a table is of one number of stages and one number of micro-batches."""
+    """A table, which `schedule --write` leaves, is of one number of stages and one number of micro-batches."""
     table = build_schedule(name, pp=3, num_microbatches=m, chunks=chunks)
     write_csv(table, tmp_path / "run.csv")
     config = make(
