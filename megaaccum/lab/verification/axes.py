@@ -8,7 +8,10 @@ from dataclasses import replace
 from megaaccum.config.keys import keys_that_need
 from megaaccum.lab.verification.case import Case, Keys
 
-_SCHEDULE: Keys = {"schedule": None, "virtual_pipeline_model_parallel_size": None}
+_SCHEDULE: Keys = dict.fromkeys(
+    ("schedule", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+     "microbatch_group_size_per_vp_stage", "num_layers_per_virtual_pipeline_stage")
+)  # fmt: skip
 _ONE_ORDER: Keys = dict.fromkeys(("reproducible", "reproducible_tensor_blocks", "reproducible_context_blocks"))
 _OF_EXPERTS: Keys = dict.fromkeys(keys_that_need("num_experts")) | {
     "num_experts": None, "moe_router_load_balancing_type": None, "moe_token_dispatcher_type": None,

@@ -21,10 +21,16 @@ _SETTLED: Keys = {
 """Keys of every case. Dropout masks are drawn per micro-batch, so the full global batch has different ones. An epsilon
 far above the gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
-_LEFT_OUT = frozenset(
+_OF_ITS_SIZE = frozenset(
     {
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
-        *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage", "max_position_embeddings"),
+        *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"),
+    }
+)  # fmt: skip
+"""Keys that a whole case keeps: they are of its layers and micro-batches."""
+_LEFT_OUT = frozenset(
+    {
+        "max_position_embeddings",
         *("batch_warmup_steps", "rampup_batch_size", "step_batch_size_schedule", "variable_seq_lengths"),
         *("global_batch_size", "device_batch_size", "memory_gib", "kv_channels", "distributed_timeout_minutes"),
         *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
@@ -57,7 +63,9 @@ def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -
     keys = {
         name: value(config, name)
         for name, key in all_keys().items()
-        if key.section in _KEPT_SECTIONS and name not in _LEFT_OUT and given(config, name)
+        if key.section in _KEPT_SECTIONS
+        and name not in (_LEFT_OUT | _OF_ITS_SIZE if shrink else _LEFT_OUT)
+        and given(config, name)
     }
     notes: list[str] = []
     _without_kernels(keys, notes, on_gpu)

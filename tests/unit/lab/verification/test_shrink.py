@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megaaccum.config import Plan, resolve
+from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.lab.verification.reference import lr_schedule
 from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
 from megaaccum.lab.verification.verdict import lanes_of
@@ -62,6 +63,28 @@ def test_a_table_keeps_its_pipeline_and_micro_batches(tmp_path, name, chunks, m)
     small = as_case(config, resolve(config, world_size=24), shrink=True).case.plan()
     assert (small.layout.pp, small.layout.vpp, small.batch.num_microbatches) == (3, chunks, m)
     assert small.layout.world_size <= MOST_RANKS
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        (dict(schedule="interleaved", pipeline_model_parallel_layout="E|(t|)*4L"), [0, 1, 1, 1, 1, 0]),
+        (dict(schedule="1f1b", decoder_first_pipeline_num_layers=3), [3, 1]),
+        (dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=4),
+         [1, 1, 1, 1]),
+    ],
+)  # fmt: skip
+def test_a_whole_case_keeps_the_cut_of_the_layers(keys, layers):
+    """Without it another layout was verified, or none: an interleaved schedule has its chunks from the cut."""
+    config = make(
+        num_layers=4, pipeline_model_parallel_size=2, micro_batch_size=1, pp_microbatches=8, grad_accum_steps=1, **keys
+    )
+    real = resolve(config, world_size=2)
+    whole = as_case(config, real, shrink=False).case.plan()
+    assert layers_of_stages(whole.config.model, whole.config.parallel) == layers
+    assert (whole.layout, whole.batch) == (real.layout, real.batch)
+    group = whole.config.parallel.microbatch_group_size_per_vp_stage
+    assert group == real.config.parallel.microbatch_group_size_per_vp_stage
 
 
 def test_dropout_is_left_out_and_said():
