@@ -188,10 +188,11 @@ def _orders(request: _Request) -> tuple[SampleDataset, SampleDataset | None]:
 
 def _one_pass(request: _Request, prefix: str, number: int) -> SampleDataset:
     """The training share of one pair, every sample once, in the order of pass `number`."""
-    alone = replace(request, sources=replace(request.sources, train=Blend(prefixes=[prefix]), valid=None))
+    sources = replace(request.sources, train=Blend(prefixes=[prefix]), valid=None)
+    alone = replace(request, sources=sources, pairs={prefix: request.pairs[prefix]}, train_samples=1, valid_samples=0)
     folder, seed = data_folder(request.plan.config), request.plan.config.run.seed + number
     with locked(folder / ".lock"), disk_errors("cannot write the order of samples to", folder):
-        return _megatron_dataset(alone, folder / "index" / "passes", _TRAIN, 1, seed)
+        return _megatron_dataset(alone, folder / "index" / "passes" / _cache_key(alone), _TRAIN, 1, seed)
 
 
 def _mock_datasets(plan: Plan, train_samples: int) -> Datasets:

@@ -91,6 +91,16 @@ def test_a_start_after_that_goes_on_in_the_new_blend(tmp_path, corpora):
     assert len(set(first_tokens(longer, 80, 200)) | set(first_tokens(old, 0, 80))) == 200
 
 
+def test_a_corpus_that_was_rebuilt_in_place_gets_new_passes(tmp_path, corpora):
+    """The orders of passes are kept in files, and those of the old corpus would leave half of the new one unread."""
+    corpus = corpora[:1]
+    before = data(tmp_path, corpus, 10)
+    first_tokens(resumed(data(tmp_path, corpus, 40), before, 40, 160), 40, 160)
+    counting_pair(Path(corpus[0]), num_documents=100)
+    after = resumed(data(tmp_path, corpus, 80), before, 40, 289)
+    assert len(set(first_tokens(after, 40, 289))) == 249, "all samples of the 4,000 tokens come once"
+
+
 def test_what_was_used_is_counted(tmp_path, corpora, monkeypatch):
     """Without the count the new blend repeats samples, and the tests above would see it."""
     a, b, _ = corpora
