@@ -43,6 +43,7 @@ def read(
     if launch is not None:
         contents.sources += _of_another_program(launch)
         _read_words(launch.argv, overrides, launch.script, launch.path, contents, world_size=launch.world_size)
+        _relocate(contents.sources[-2], launch.folder)
     elif path is None:
         _read_overrides(overrides, contents, whole=True)
     else:
@@ -77,6 +78,21 @@ def _of_another_program(launch: Launch) -> list[Source]:
     else:
         source.notes.append(f"{name} is read as Megatron's pretrain_gpt.py: what else it does is not.")
     return [source]
+
+
+_PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path", "tokenizer_model"}
+_PATHS |= {"vocab_file", "merge_file", "save", "load", "tensorboard_dir"}
+
+
+def _relocate(script: Source, folder: Path) -> None:
+    """Make a script's paths absolute if it starts training in another folder than this command's."""
+    if folder.resolve() == Path.cwd():
+        return
+    for key in _PATHS & script.values.keys():
+        given = script.values[key]
+        words = map(str, given if isinstance(given, list) else [given])
+        paths = [word if re.fullmatch(r"[\d.eE+-]+", word) else str(folder / word) for word in words]
+        script.values[key] = paths if isinstance(given, list) else paths[0]
 
 
 def words_of(text: str) -> list[str]:

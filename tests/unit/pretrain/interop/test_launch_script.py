@@ -165,6 +165,18 @@ def test_a_recorded_script_and_its_conversion_make_the_same_plan(script, tmp_pat
     assert os.listdir(tmp_path) and again.config.megatron == {"rope_scaling": True}
 
 
+def test_paths_of_a_script_are_those_of_the_folder_in_which_it_starts(script, tmp_path):
+    """A run that resumes from `ckpt` would begin at step 0, and write another one."""
+    paths = " --save-interval 5 --save ckpt --load ckpt --data-path 0.5 a 0.5 /data/b --tensorboard-dir /tb"
+    launch = WHOLE.replace(" --mock-data", paths)
+    for moves, folder in (("", ""), ("mkdir -p work\ncd work\n", f"{tmp_path}/work/")):
+        with script(moves + launch) as found:
+            config = load(launch=found, overrides=["--tokenizer_model", "mine"])
+        assert [config.run.save, config.run.load] == [f"{folder}ckpt"] * 2 and config.run.tensorboard_dir == "/tb"
+        assert config.data.data_path == ["0.5", f"{folder}a", "0.5", "/data/b"]
+        assert config.data.tokenizer_model == "mine", "the command line is this folder's"
+
+
 # --- habits of clusters ---------------------------------------------------------------------------------------------
 
 
