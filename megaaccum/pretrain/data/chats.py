@@ -112,6 +112,11 @@ class ChatTokenizer:
         self.template: str = self._tokenizer.chat_template
 
     @property
+    def facts(self) -> str:
+        """Its tokens, and those that a template may name (bos_token), which tokenizer_config.json may change."""
+        return f"{self._tokenizer.backend_tokenizer.to_str()}{self._tokenizer.special_tokens_map}"
+
+    @property
     def stops(self) -> set[int]:
         """The token that ends a response; empty if the tokenizer names none."""
         end = self._tokenizer.eos_token_id
@@ -195,8 +200,7 @@ def read_chats(path: Path, data: DataConfig, folder: Path) -> Chats:
 def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
     with disk_errors("cannot read", path), open(path, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
-    with disk_errors("cannot read", tokenizer_file(tokenizer.folder)):
-        made_by = hashlib.sha256(tokenizer_file(tokenizer.folder).read_bytes()).hexdigest()
+    made_by = hashlib.sha256(tokenizer.facts.encode()).hexdigest()
     facts = [_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")]
     return digest_of(facts)
 

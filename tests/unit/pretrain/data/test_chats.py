@@ -13,7 +13,7 @@ import pytest
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.chat_rows import put_in_rows
-from megaaccum.pretrain.data.chats import Chats, ChatTokenizer, parse
+from megaaccum.pretrain.data.chats import Chats, ChatTokenizer, parse, read_chats
 from megaaccum.pretrain.data.dataset import Datasets, build_datasets
 from tests.support.chats import CHATML, conversations, write_lines, write_tokenizer
 from tests.support.configs import make
@@ -199,3 +199,16 @@ def test_other_conversations_are_other_data(tmp_path):
     assert "assistant_only_loss: True in the checkpoint, False here" in datasets(
         tmp_path, assistant_only_loss=False
     ).differences(data.state(0))
+
+
+def test_another_token_that_the_template_names_is_other_data(tmp_path):
+    """The tokens of conversations are kept in files, and tokenizer_config.json alone may change them."""
+    write_lines(tmp_path / "chats.jsonl", conversations(4))
+    config = make(sft=True, tokenizer_model=str(tmp_path))
+    for bos in ("<|endoftext|>", "<|im_start|>"):
+        facts = json.loads(
+            (write_tokenizer(tmp_path, "{{ bos_token }}" + CHATML) / "tokenizer_config.json").read_text()
+        )
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts | {"bos_token": bos}))
+        chats = read_chats(tmp_path / "chats.jsonl", config.data, tmp_path)
+        assert ChatTokenizer(config.data)._tokenizer.decode(chats.tokens[:1]) == bos
