@@ -71,6 +71,8 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
         raise DataError(f"{where}: a line needs messages, or prompt and completion; this one has {sorted(record)}")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{where}: messages must be a list of objects with role and content (null: with tool_calls)")
+    if any(message.get("weight") not in (None, 1) for message in messages):
+        raise DataError(f"{where}: a message's weight is not read: give what counts as the completion of a prompt")
     if messages[:1] and messages[0]["role"] == "assistant":
         raise DataError(f"{where}: a conversation cannot begin with the assistant: put a user's message before it")
     if not any(message["role"] == "assistant" for message in messages[first:]):

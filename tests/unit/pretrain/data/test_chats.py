@@ -73,6 +73,7 @@ def test_tokens_are_those_of_transformers(tmp_path):
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"messages": TALK[1:]}, "cannot begin with the assistant"),
         ({"prompt": TALK, "completion": TALK[:1]}, "no message of the assistant"),
+        ({"messages": [*TALK, TALK[0], TALK[1] | {"weight": 0}]}, "a message's weight is not read: give what counts"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(record, text):
