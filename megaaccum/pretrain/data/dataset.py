@@ -41,6 +41,8 @@ from megaaccum.pretrain.data.train_valid_split import check_ranges, epoch_sample
 from megaaccum.texts import regular_file
 
 _TRAIN, _VALID = 0, 1
+_LOOKED_AT = 1 << 20
+"""Tokens at each end of a pair among which there has to be one that ends a document."""
 _MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
 
@@ -323,6 +325,14 @@ def _require_end_of_document(request: _Request) -> None:
             f"{', '.join(wanted)} needs the token that ends a document, but there is no tokenizer that has one; set "
             f"tokenizer_model to a tokenizers file with, for example, <|endoftext|>, or leave {', '.join(wanted)} out"
         )
+    for pair in request.pairs.values() if wanted else ():
+        parts = pair.ids[:_LOOKED_AT], pair.ids[-_LOOKED_AT:]
+        if not any((part == request.vocabulary.eod).any() for part in parts):
+            raise DataError(
+                f"{', '.join(wanted)} needs the token that ends a document, but id {request.vocabulary.eod} is not in"
+                f" dataset {pair.prefix}, which ends with {pair.ids[-1]}: build it with --append-eod or, if Megatron"
+                " did with the eos_token of a Hugging Face tokenizer, set tokenizer_type to HuggingFaceTokenizer"
+            )
 
 
 def _cache_key(request: _Request) -> str:

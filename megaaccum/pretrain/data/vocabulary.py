@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from megaaccum.errors import DataError
@@ -39,7 +40,21 @@ def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
         return tokenizer.read_once(_read_sentencepiece, path)
     if kind == "TikTokenizer":
         return tokenizer.read_once(_read_tiktoken, path)
-    return tokenizer.read_vocabulary(path)
+    found = tokenizer.read_vocabulary(path)
+    eos = _eos(path) if kind == "HuggingFaceTokenizer" else None
+    return found if eos is None else replace(found, eod=eos)
+
+
+def _eos(path: str | Path) -> int | None:
+    """Id of the eos_token beside a Hugging Face tokenizers file, with which Megatron ends documents; None if there is
+    none."""
+    settings = tokenizer.tokenizer_file(path).with_name("tokenizer_config.json")
+    try:
+        eos = parse_json(read_text(settings))["eos_token"] if settings.is_file() else None
+        name = eos["content"] if isinstance(eos, dict) else eos
+        return None if name is None else tokenizer.read_tokenizer(path).token_to_id(name)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _read_gpt2(path: Path) -> Vocabulary:

@@ -316,6 +316,14 @@ def test_an_end_of_document_is_needed_and_not_there(tmp_path, corpus):
         build_datasets(plan_over(tmp_path, corpus, eod_mask_loss=True, reset_position_ids=True))
 
 
+def test_an_end_of_document_that_no_document_has(tmp_path, short_documents):
+    """Without --append-eod, or with the end of another tokenizer, documents would see each other."""
+    write_pair(Path(short_documents), [[7, 8, 9, 10, 11]] * 100, 300)
+    keys = dict(data_path=[short_documents], split="80,20,0", reset_attention_mask=True)
+    with pytest.raises(DataError, match=r"reset_attention_mask needs .*, but id 0 is not in .*, which ends with 11: "):
+        build_datasets(make_plan(tmp_path / "run", **keys))
+
+
 # --- what cannot be trained on ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.sources import read_run_vocabulary
+from tests.support.chats import write_tokenizer
 from tests.support.configs import make
 
 
@@ -27,6 +28,16 @@ def test_sizes_alone() -> None:
     assert read_run_vocabulary(make(mock_data=True, vocab_size=50)).size == 50
     with pytest.raises(DataError, match="set vocab_size"):
         read_run_vocabulary(make(mock_data=True))
+
+
+def test_a_hugging_face_tokenizer_ends_documents_as_megatrons(tmp_path: Path) -> None:
+    """By eos_token, which in models for chats is not the first of the names that `data build` looks for."""
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+    theirs = HuggingFaceTokenizer(str(write_tokenizer(tmp_path))).eod
+    ours = read_run_vocabulary(make(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    own = read_run_vocabulary(make(tokenizer_model=str(tmp_path)))
+    assert (theirs, ours.eod, own.eod) == (258, 258, 256)
 
 
 def test_a_tiktoken_vocabulary_is_cut_as_megatron_cuts_it(tmp_path: Path) -> None:
