@@ -107,6 +107,11 @@ def router_groups(subject: Subject) -> Iterator[str]:
             f"moe_router_topk {model.moe_router_topk} is not divisible by moe_router_group_topk {per_token}, the groups"
             f" that share it: set moe_router_topk to {either(nearest_multiples(model.moe_router_topk, per_token))}."
         )
+    elif (most := experts // groups * per_token) < model.moe_router_topk:
+        yield (
+            f"moe_router_topk {model.moe_router_topk} is more than the {most} experts of moe_router_group_topk"
+            f" {per_token} of {groups} groups: set moe_router_topk to at most {most}, or moe_router_group_topk higher."
+        )
 
 
 def expert_parallel(subject: Subject) -> Iterator[str]:

@@ -174,6 +174,12 @@ BROKEN: list[Case] = [
         EXPERTS | dict(moe_router_topk=5, moe_router_num_groups=4, moe_router_group_topk=2),
         ["moe_router_topk 5", "4 or 6"],
     ),
+    (
+        "router_groups",
+        1,
+        EXPERTS | dict(moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=1),
+        ["moe_router_topk 4", "more than the 2 experts", "at most 2"],
+    ),
     ("expert_parallel", 3, EXPERTS | dict(expert_model_parallel_size=3), ["num_experts 8", "2 or 4"]),
     (
         "expert_parallel",
