@@ -126,14 +126,18 @@ def start_blind(case: Any, steps: int, at_borders: bool = False) -> list[Any]:
     return run_ranks(blind, case.world_size, case, steps, timeout=60)
 
 
-@pytest.mark.parametrize("experts", ["", "--num_experts 4 --no_add_bias_linear --moe_aux_loss_coeff 0.1 "])
-def test_verify_keeps_conversations_apart(data, experts):
+ROPE = "--position_embedding_type rope "
+EXPERTS = "--num_experts 4 --no_add_bias_linear --moe_aux_loss_coeff 0.1 "
+
+
+@pytest.mark.parametrize("also", ["", EXPERTS, ROPE, ROPE + "--mtp_num_layers 1 "])
+def test_verify_keeps_conversations_apart(data, also):
     from megaaccum.config import resolve
     from megaaccum.lab.verification import on_ranks, shrink
     from megaaccum.lab.verification.first_samples import with_first_samples
     from megaaccum.lab.verification.verdict import Verifier
 
-    case = Case(4, PP, MODEL + data[0] + experts)
+    case = Case(4, PP, MODEL + data[0] + also)
     config = parity.load(None, case.flags())
     plan = resolve(config, world_size=4)
     subject = with_first_samples(shrink.as_case(config, plan, shrink=False), plan, 1).case

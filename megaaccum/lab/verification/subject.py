@@ -124,9 +124,13 @@ def _losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def _documents(model: Any, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the documents of a batch, each alone, without boundaries; the batch itself with experts, whose balancing
-    losses count the tokens of a micro-batch."""
-    if "document_starts" not in batch or model.config.num_moe_experts:
+    """Yield the documents of a batch, each alone, without boundaries. The batch itself with experts, whose balancing
+    losses count the tokens of a micro-batch, with prediction layers, which predict past the end of a document, and in
+    float64 with rotary positions, whose FP32 angles are those of the row."""
+    config = model.config
+    rotates = config.multi_latent_attention or model.position_embedding_type in ("rope", "yarn")
+    by_row = config.num_moe_experts or config.mtp_num_layers or (rotates and config.params_dtype is torch.float64)
+    if "document_starts" not in batch or by_row:
         yield batch
         return
     starts = batch["document_starts"].cpu().view(-1)
