@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaaccum.distributed.agreement import Agreed, check_agreement
-from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed
+from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed, nearest_multiples
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
@@ -155,5 +155,11 @@ def with_lengths(
         return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
     if max(most) > longest:
         return batch, ConfigError(f"a micro-batch has {max(most)} tokens, but seq_length is {longest}: raise it")
+    pieces = 2 * (plan.config.sharding.reproducible_context_blocks or 1)
+    if pieces > 2 and (uneven := [length for length in most if length % pieces]):
+        return batch, ConfigError(
+            f"a micro-batch has {uneven[0]} tokens, which reproducible_context_blocks {pieces // 2} cuts into {pieces}"
+            f" equal pieces: pad it to {nearest_multiples(uneven[0], pieces)[-1]}"
+        )
     tokens = [plan.batch.micro_batch_size * length for length in most]
     return replace(batch, lengths=most, tokens=tokens), None

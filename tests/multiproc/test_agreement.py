@@ -52,6 +52,31 @@ def test_one_rank_that_differs_ends_all_with_the_reason(kind, words):
         assert word in texts[0]
 
 
+def cut_unevenly(lengths: tuple[int, int]) -> str:
+    """The error if sequences are cut into blocks, and the last micro-batch of each rank has its of `lengths`."""
+    import torch
+
+    from megaaccum.errors import MegaaccumError
+
+    keys = "--reproducible layout --reproducible_context_blocks 4 --variable_seq_lengths "
+    rig = Rig.of(Case(2, f"{keys} --grad_accum_steps 2 --pp_microbatches 4 ", "--num_layers 2"))
+    batches, length = rig.microbatches(), lengths[torch.distributed.get_rank()]
+    batches[-1] = {name: each[:, :length] for name, each in batches[-1].items()}
+    try:
+        rig.train_step.train(batches, step=1)
+    except MegaaccumError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [((8, 16), "went on"), ((8, 12), "12 tokens, which reproducible_context_blocks 4 cuts into 8 equal pieces")],
+)
+def test_a_length_that_blocks_do_not_divide_ends_all_ranks_before_the_step(lengths, words):
+    assert all(words in text for text in run_ranks(cut_unevenly, 2, lengths, timeout=30))
+
+
 def agree_without_a_gather() -> tuple[int, list[int]]:
     """Gathers in a step on which all ranks agree, and what every rank gets where a number is not the usual one."""
     from unittest.mock import patch
