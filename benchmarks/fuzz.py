@@ -1,11 +1,12 @@
 """Random legal layouts against one process: three steps of each, whose loss, norm and weights have to agree.
 
-    python -m benchmarks fuzz --cells N --seed S [--first I] [--cell JSON] [--json F]
+    python -m benchmarks fuzz --cells N --seed S [--first I] [--of KEY] [--cell JSON] [--json F]
 
 Cell I of a seed is the same on every machine. Axes: tp, sequence parallel, cp, pp, schedule, chunks and uneven stages,
-dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums; accumulation, flushes, and calls per step with N known
-or not; stages of one's own, also in a V; precision; architecture, latent attention, experts, multi-token prediction,
-recompute, frozen parts; masks of unequal length, micro-batches of unequal length, batch warm-up, speculative steps,
+dp, ep; backend, ZeRO stage, sync mode, replicas, order of sums, blocks of matrices and sequences; accumulation,
+flushes, and calls per step with N known or not; stages of one's own, also in a V; precision; architecture, latent
+attention, experts, multi-token prediction, recompute, frozen parts, dropout, Muon; masks of unequal length, documents
+in a row, micro-batches of unequal length, batch warm-up, speculative steps,
 ranks without a token, ranks with too few micro-batches, parameters that some micro-batches do not use, micro-batches
 that are not finite (skipped, left out, or set to 0), evaluations between steps and calls, steps that a load drops, and
 a resume at another layout.
@@ -48,6 +49,11 @@ SECONDS_PER_CELL = 40
 ROPE = {"position_embedding_type": "rope"}
 IN_A_V = ("zbv", "dualpipev", "v-half", "v-min")
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
+MORE_MODELS: tuple[Flags, ...] = (
+    {"num_query_groups": 1}, {"add_qkv_bias": True}, {"squared_relu": True}, {"kv_channels": 6},
+    {"softmax_type": "learnable"}, {"position_embedding_type": "none"}, {**ROPE, "rotary_percent": 0.5},
+    {"window_size": "4,0", "window_attn_skip_freq": 2},
+)  # fmt: skip
 FACTOR = 4.0
 """How much farther from float64 a layout may be than one process of the same precision."""
 SCALAR = {"fp64": 1e-11, "fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-9}
@@ -61,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", type=int, default=20, help="cells to run")
     parser.add_argument("--seed", type=int, default=0, help="cells of another seed are others")
     parser.add_argument("--first", type=int, default=0, help="index of the first cell")
+    parser.add_argument("--of", default="", help="only cells that have this key (num_experts)")
     parser.add_argument("--cell", help="run this one cell, given as JSON, in place of drawn ones")
     parser.add_argument("--no-minimise", action="store_true", help="leave what fails as it was drawn")
     parser.add_argument("--json", type=Path, help="also write the outcome here")
@@ -68,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.cell:
         cells = [Cell(**json.loads(args.cell))]
     else:
-        cells = [draw(args.seed, index) for index in range(args.first, args.first + args.cells)]
+        every = (draw(args.seed, index) for index in itertools.count(args.first))
+        has = (each for each in every if not args.of or args.of in each.model | each.layout | each.policies)
+        cells = list(itertools.islice(has, args.cells))
     failed: dict[str, list[str]] = {}
     refused = 0
     for number, (cell, problems) in enumerate(outcomes(cells), start=1):
@@ -98,7 +107,16 @@ def draw(seed: int, index: int) -> Cell:
         if is_legal(cell):
             # Drawn apart, so that cells stay what they were.
             gated = random.Random(f"gates {seed}/{index}").random() < 0.3 and "mtp_num_layers" not in cell.model
-            return dataclasses.replace(cell, gated=gated)
+            return _with_more(random.Random(f"more {seed}/{index}"), dataclasses.replace(cell, gated=gated))
+
+
+def _with_more(chance: random.Random, cell: Cell) -> Cell:
+    """`cell` with each of the changes that the rules allow."""
+    for keys in _draw_more(chance, cell):
+        changed = {name: getattr(cell, name) | each if isinstance(each, dict) else each for name, each in keys.items()}
+        candidate = dataclasses.replace(cell, **changed)
+        cell = candidate if is_legal(candidate) else cell
+    return cell
 
 
 def is_legal(cell: Cell) -> bool:
@@ -119,6 +137,11 @@ def is_legal(cell: Cell) -> bool:
     shared = any(plan.layout.tp * plan.layout.cp > 1 for plan in plans)
     if shared and "moe_expert_capacity_factor" in cell.model:
         return False  # each of the ranks that share a sequence drops tokens of its own part
+    ordered = any(plan.config.sharding.reproducible == "layout" for plan in plans)
+    if (shared or ordered or cell.documents) and "hidden_dropout" in cell.model:
+        return False  # masks belong to the ranks that share a sequence, to a place in a rank's run, and to whole rows
+    if cell.model.get("optimizer") == "muon" and (cell.lane != "fp32" or cell.bad is not None):
+        return False  # the iteration amplifies what rounding leaves of a small gradient
     ramps = len(set(fuzz_cell.counts(cell))) > 1
     if ramps != ("batch_warmup_steps" in cell.policies):
         return False
@@ -218,6 +241,39 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool
     return model
 
 
+def _draw_more(chance: random.Random, cell: Cell) -> Iterator[Flags]:
+    """Single changes of a cell. Some are not legal."""
+
+    def maybe(probability: float) -> bool:
+        return chance.random() < probability
+
+    pp, schedule = cell.layout.get("pipeline_model_parallel_size", 1), cell.layout.get("schedule")
+    if schedule == "interleaved" and maybe(0.3):
+        yield {"layout": {"virtual_pipeline_model_parallel_size": 4}}
+    if schedule == "interleaved" and maybe(0.3):
+        yield {"layout": {"microbatch_group_size_per_vp_stage": chance.choice((2, 4))}}
+    if pp > 1 and schedule not in IN_A_V and maybe(0.3):
+        chunks = 2 if schedule == "interleaved" else 1
+        yield {"layout": {"pipeline_model_parallel_layout": _draw_stages(chance, chunks, pp, cell.model)}}
+    if maybe(0.4):
+        # Four would pad the vocabulary to other rows than the reference's.
+        blocks = {"reproducible_tensor_blocks": 2, "reproducible_context_blocks": chance.choice((1, 2, 4))}
+        yield {"layout": {"reproducible": "layout"} | blocks}
+    if maybe(0.25):
+        yield {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
+    if maybe(0.25):
+        yield {"documents": True, "policies": {"reset_attention_mask": True}}
+    if maybe(0.15):
+        yield {"model": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}}
+    if maybe(0.5):
+        yield {"model": chance.choice(MORE_MODELS)}
+    if "moe_aux_loss_coeff" in cell.model and maybe(0.3):
+        several = ["aux_loss", "seq_aux_loss"]
+        yield {"model": {"moe_router_load_balancing_type": several, "moe_aux_loss_coeff": [0.1, 0.05]}}
+    if "num_experts" in cell.model and maybe(0.3):
+        yield {"model": {"moe_router_num_groups": 2, "moe_router_group_topk": 1}}
+
+
 def _draw_layout(chance: random.Random, world_size: int, tp: int, lane: str, microbatches: int, model: Flags) -> Flags:
     """Draw keys of a layout. Some are not legal; then the cell is drawn again."""
     experts = "num_experts" in model
@@ -256,20 +312,27 @@ def _draw_pipeline(chance: random.Random, pp: int, model: Flags) -> Flags:
         keys |= {"decoder_first_pipeline_num_layers": 1}
     elif keys["schedule"] in IN_A_V:
         if chance.random() < 0.3:
-            keys |= {"pipeline_model_parallel_layout": _draw_stages(chance, 2 * pp, model)}
+            keys |= {"pipeline_model_parallel_layout": _draw_stages(chance, 2, pp, model, in_a_v=True)}
         if chance.random() < 0.4:
             keys |= {"speculative_step": True}
     return keys
 
 
-def _draw_stages(chance: random.Random, stages: int, model: Flags) -> str:
+def _draw_stages(chance: random.Random, chunks: int, pp: int, model: Flags, *, in_a_v: bool = False) -> str:
     """Stages of unequal numbers of layers, in Megatron's notation."""
     layers, predicting = int(model["num_layers"]), int(model.get("mtp_num_layers", 0))
+    stages = chunks * pp
+    of_rank = [(rank, -1 - rank) if in_a_v else range(rank, stages, pp) for rank in range(pp)]
+    # A rank trains something; where stages are in a row, the first and the last rank do without a layer, too.
+    needy = of_rank if in_a_v else of_rank[1:-1]
     counts = [0] * stages
-    while any(counts[rank] + counts[-1 - rank] == 0 for rank in range(stages // 2)):  # a rank trains something
+    while not any(counts) or any(sum(counts[stage] for stage in mine) == 0 for mine in needy):
         ends = [0, *sorted(chance.randint(0, layers) for _ in range(stages - 1)), layers]
         counts = [end - start for start, end in itertools.pairwise(ends)]
-    return "E" + "|".join("t" * count for count in counts) + "m" * predicting + "L"
+    texts = ["t" * count for count in counts]
+    at = -2 if not in_a_v and not counts[-1] and chance.random() < 0.5 else -1
+    texts[at] += "m" * predicting
+    return "E" + "|".join(texts) + "L"
 
 
 def _draw_sharding(chance: random.Random, lane: str, *, experts: bool) -> Flags:
@@ -448,7 +511,7 @@ def _smaller(cell: Cell) -> Iterator[Cell]:
     for name, plain in (
         ("resume", None), ("bad", None), ("hollow", None), ("short", 0), ("frozen", ""), ("evaluate", False),
         ("calls", 1), ("told", True), ("masks", "full"), ("lane", "fp32"), ("microbatches", 8),
-        ("lengths", False), ("dropped", False), ("gated", False),
+        ("lengths", False), ("dropped", False), ("gated", False), ("documents", False),
     ):  # fmt: skip
         if getattr(cell, name) != plain:
             yield change(**{name: plain})

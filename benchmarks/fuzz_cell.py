@@ -30,7 +30,7 @@ SEQ, VOCAB, STEPS = 16, 61, 3
 LOSS_SCALE = 1024.0
 BASE: Flags = {
     "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "attention_dropout": 0, "hidden_dropout": 0,
-    "make_vocab_size_divisible_by": 16, "train_iters": 20, "init_method_std": 0.1, "micro_batch_size": 1,
+    "make_vocab_size_divisible_by": 32, "train_iters": 20, "init_method_std": 0.1, "micro_batch_size": 1,
     "clip_grad": 0, "weight_decay": 0.1, "data_path": "none", "lr": 1e-2,
     # Far above the gradients, so that Adam's step is nearly linear in them: rounding of small ones stays small.
     "adam_eps": 1e-2,
@@ -62,7 +62,7 @@ class Cell:
     how many micro-batches the last data-parallel rank lacks. frozen: key of FROZEN. calls: of forward_backward in a
     step; of one, train_step is called. told: the calls are given N of the whole step. lengths: micro-batches have
     lengths of their own. dropped: a step is opened, and a load drops it. gated: the first and the last stage have a
-    parameter each that about half of the micro-batches do not use.
+    parameter each that about half of the micro-batches do not use. documents: rows hold several, each alone.
     """
 
     world_size: int
@@ -83,6 +83,7 @@ class Cell:
     lengths: bool = False
     dropped: bool = False
     gated: bool = False
+    documents: bool = False
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -162,6 +163,9 @@ def microbatch(cell: Cell, step: int, index: int, *, hollow: bool) -> dict[str, 
     made = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
     length = 4 * int(torch.randint(1, SEQ // 4 + 1, (), generator=generator)) if cell.lengths else SEQ
     made |= {"loss_mask": mask * (not hollow)}
+    if cell.documents:
+        starts = torch.rand(rows, SEQ, generator=generator) < 0.2
+        made |= {"document_starts": starts | (positions == 0)}
     return {name: each[:, :length].contiguous() for name, each in made.items()}
 
 
@@ -299,6 +303,7 @@ class _Run:
         return [
             piece_of(self.chunks[0], self.groups, each.name, each.param, each.tensors["param"], each.start)
             for each in self.backend.state()
+            if "param" in each.tensors  # momenta at owners are pieces of their own
         ]
 
 
@@ -368,9 +373,10 @@ class _Loop:
     def __init__(self, cell: Cell, lane: str):
         from megaaccum.distributed import groups
         from megaaccum.lab.verification.reference import PlainLoop
-        from megaaccum.lab.verification.subject import adamw, gpt_loss
+        from megaaccum.lab.verification.subject import gpt_loss, optimizer_of
         from megaaccum.model import names
         from megaaccum.pretrain.model import gpt
+        from megaaccum.step.seeds import SampleSeeds
 
         self.cell, self.plan = cell, reference_plan(cell, lane)
         groups.destroy()
@@ -383,10 +389,11 @@ class _Loop:
         means = self.plan.batch.loss_norm != "token"
         self._head, self._chunk = self._head_apart(chunk), chunk
         self._is_bad = False
+        self._seeds = SampleSeeds(self.plan, built, [chunk])
         chunk.register_forward_hook(self._spoil)
         self.loop = PlainLoop(
             chunk, lambda batch: gpt_loss(chunk, batch, means=means), means=means,
-            optimizer=lambda named: adamw(named, self.plan),
+            optimizer=lambda named: optimizer_of(named, self.plan),
         )  # fmt: skip
 
     def _head_apart(self, chunk: Any) -> torch.nn.Parameter | None:
@@ -441,7 +448,9 @@ class _Loop:
         for index, batch in batches.items():
             share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
             self._is_bad, self._chunk.is_open = is_bad(self.cell, step, index), is_open(batch)
-            value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
+            with self._seeds.flush(step + 1):
+                self._seeds.begin_forward(0, index)
+                value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
             loss += value
             for which, each in (("", part), ("head", self._part_of_head())):
                 for name, grad in each.items():

@@ -79,6 +79,19 @@ FOUND = [
         calls=2,
         told=False,
     ),
+    Cell(  # masks of dropout that belong to samples, and matrices at owners
+        world_size=2,
+        model={"num_layers": 2, "hidden_dropout": 0.2, "attention_dropout": 0.2, "optimizer": "muon"},
+        layout={"pp_microbatches": 4, "zero_stage": 2},
+    ),
+    Cell(  # the reference's documents rotated by the angles of position 0
+        world_size=2,
+        lane="fp64",
+        model={"num_layers": 2, "position_embedding_type": "rope", "mtp_num_layers": 1},
+        layout={"pipeline_model_parallel_size": 2, "schedule": "zb-h1", "backend": "ddp", "pp_microbatches": 8},
+        policies={"reset_attention_mask": True},
+        documents=True,
+    ),
 ]
 """Cells of which the fuzz has shown defects, and one of each kind that it draws seldom."""
 
