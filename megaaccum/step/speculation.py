@@ -177,7 +177,7 @@ class SpeculativeTrainStep(TrainStep):
         the step with the barrier finds out why; those of `opened`, which no rank runs, are then in their place.
         Collective over the ranks of this stage."""
         plan, current = self.batch, opened.calls[-1]
-        batch = replace(current, weights=[math.nan] * len(current))
+        batch = replace(current, weights=[math.nan] * len(current), total_weight=None)
         planned = (plan.micro_batch_size, plan.seq_length)
         if wanted and len(upcoming) == plan.num_microbatches and {*shapes_of(upcoming)} <= {planned}:
             read = self.batch_of(upcoming)

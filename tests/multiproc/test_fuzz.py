@@ -79,6 +79,18 @@ FOUND = [
         calls=2,
         told=False,
     ),
+    Cell(  # a speculative step took the micro-batches of the one before again, where its own were too few
+        world_size=2,
+        model={"num_layers": 4},
+        layout={
+            "pipeline_model_parallel_size": 2,
+            "schedule": "zbv",
+            "speculative_step": True,
+            "pp_microbatches": 8,
+        },
+        policies={"short_batch": "pad"},
+        short=2,
+    ),
     Cell(  # masks of dropout that belong to samples, and matrices at owners
         world_size=2,
         model={"num_layers": 2, "hidden_dropout": 0.2, "attention_dropout": 0.2, "optimizer": "muon"},
