@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    fixed = parse_axes(",".join([*args.fix, *(f"schedule={name}" for name in [args.schedule] if name)]))
+    fixed = parse_axes(",".join(args.fix)) | parse_axes(f"schedule={args.schedule}" if args.schedule else "")
     limits = Limits(fixed=fixed, max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)

@@ -22,10 +22,8 @@ _SETTLED: Keys = {
 far above the gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
 _OF_ITS_SIZE = frozenset(
-    {
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
-        *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"),
-    }
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+     "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage")
 )  # fmt: skip
 """Keys that a whole case keeps: they are of its layers and micro-batches."""
 _LEFT_OUT = frozenset(
@@ -155,15 +153,16 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
 
 def _sizes(tp: int, cp: int, pp: int, dp: int, *, keep_pp: bool) -> tuple[int, int, int, int]:
     """Each axis that is there stays there, with data parallelism of 2 while there is room: the largest is halved."""
-    sizes = {"tp": tp, "cp": cp} if keep_pp else {"pp": pp, "tp": tp, "cp": cp}
+    sizes = {"pp": pp, "tp": tp, "cp": cp}
+    halved = ("tp", "cp") if keep_pp else ("pp", "tp", "cp")
 
     def ranks() -> int:
-        return sizes.get("pp", pp) * sizes["tp"] * sizes["cp"]
+        return sizes["pp"] * sizes["tp"] * sizes["cp"]
 
-    while ranks() * min(dp, 2) > MOST_RANKS and max(sizes.values()) > 2:
-        largest = max(sizes, key=lambda name: sizes[name])
+    while ranks() * min(dp, 2) > MOST_RANKS and max(sizes[name] for name in halved) > 2:
+        largest = max(halved, key=lambda name: sizes[name])
         sizes[largest] = max(sizes[largest] // 2, 2)
-    return sizes["tp"], sizes["cp"], sizes.get("pp", pp), max(min(dp, 2) if ranks() * 2 <= MOST_RANKS else 1, 1)
+    return sizes["tp"], sizes["cp"], sizes["pp"], max(min(dp, 2) if ranks() * 2 <= MOST_RANKS else 1, 1)
 
 
 def _model_keys(keys: Keys, plan: Plan, *, tp: int, pp: int, ep: int, cp: int) -> Keys:

@@ -40,21 +40,22 @@ def read_vocabulary(path: str | Path, kind: str | None = None) -> Vocabulary:
         return tokenizer.read_once(_read_sentencepiece, path)
     if kind == "TikTokenizer":
         return tokenizer.read_once(_read_tiktoken, path)
-    found = tokenizer.read_vocabulary(path)
-    eos = _eos(path) if kind == "HuggingFaceTokenizer" else None
-    return found if eos is None else replace(found, eod=eos)
+    if kind == "HuggingFaceTokenizer":
+        return tokenizer.read_once(_read_hugging_face, tokenizer.tokenizer_file(path))
+    return tokenizer.read_vocabulary(path)
 
 
-def _eos(path: str | Path) -> int | None:
-    """Id of the eos_token beside a Hugging Face tokenizers file, with which Megatron ends documents; None if there is
-    none."""
-    settings = tokenizer.tokenizer_file(path).with_name("tokenizer_config.json")
+def _read_hugging_face(path: Path) -> Vocabulary:
+    """The vocabulary whose documents end with the eos_token of the settings beside it, if these name one, as in
+    Megatron."""
+    found, settings = tokenizer.read_vocabulary(path), path.with_name("tokenizer_config.json")
     try:
         eos = parse_json(read_text(settings))["eos_token"] if settings.is_file() else None
         name = eos["content"] if isinstance(eos, dict) else eos
-        return None if name is None else tokenizer.read_tokenizer(path).token_to_id(name)
+        end = None if name is None else tokenizer.read_tokenizer(path).token_to_id(name)
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        return found
+    return found if end is None else replace(found, eod=end)
 
 
 def _read_gpt2(path: Path) -> Vocabulary:
