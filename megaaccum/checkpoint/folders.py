@@ -84,6 +84,8 @@ def resume_candidates(folder: str | os.PathLike[str], step: int | None = None) -
     checkpoint itself is the only one. Raises CheckpointError if there is none of `step`."""
     folder = Path(folder)
     if (folder / "state.json").is_file():
+        if step is not None and (own := read_progress(folder).step) != step:
+            raise CheckpointError(f"load_step {step}: {folder} is the checkpoint of step {own}: leave load_step out")
         return [folder], ""
     newest = sorted((path for path in _entries(folder) if (path / "state.json").is_file()), key=_order, reverse=True)
     if step is not None:

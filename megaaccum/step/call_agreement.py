@@ -155,11 +155,20 @@ def with_lengths(
         return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
     if max(most) > longest:
         return batch, ConfigError(f"a micro-batch has {max(most)} tokens, but seq_length is {longest}: raise it")
-    pieces = 2 * (plan.config.sharding.reproducible_context_blocks or 1)
-    if pieces > 2 and (uneven := [length for length in most if length % pieces]):
-        return batch, ConfigError(
-            f"a micro-batch has {uneven[0]} tokens, which reproducible_context_blocks {pieces // 2} cuts into {pieces}"
-            f" equal pieces: pad it to {nearest_multiples(uneven[0], pieces)[-1]}"
-        )
+    for key, pieces in _cuts_of_sequences(plan).items():
+        if uneven := [length for length in most if length % pieces]:
+            padded = nearest_multiples(uneven[0], math.lcm(*_cuts_of_sequences(plan).values()))[-1]
+            return batch, ConfigError(
+                f"a micro-batch has {uneven[0]} tokens, which {key} cuts into {pieces} equal pieces: pad it to {padded}"
+            )
     tokens = [plan.batch.micro_batch_size * length for length in most]
     return replace(batch, lengths=most, tokens=tokens), None
+
+
+def _cuts_of_sequences(plan: Plan) -> dict[str, int]:
+    """The keys that cut a sequence, with their values, and into how many equal pieces."""
+    parallel, blocks = plan.config.parallel, plan.config.sharding.reproducible_context_blocks or 1
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    cuts = {f"reproducible_context_blocks {blocks}": 2 * blocks} if blocks > 1 else {}
+    cuts |= {f"context_parallel_size {cp}": 2 * cp} if cp > 1 else {}
+    return cuts | ({f"sequence_parallel of {tp} * {cp} ranks": tp * cp} if parallel.sequence_parallel else {})

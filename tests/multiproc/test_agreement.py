@@ -52,14 +52,14 @@ def test_one_rank_that_differs_ends_all_with_the_reason(kind, words):
         assert word in texts[0]
 
 
-def cut_unevenly(lengths: tuple[int, int]) -> str:
-    """The error if sequences are cut into blocks, and the last micro-batch of each rank has its of `lengths`."""
+def cut_unevenly(cut: str, lengths: tuple[int, int]) -> str:
+    """The error if sequences are cut, and the last micro-batch of each rank has its of `lengths`."""
     import torch
 
     from megaaccum.errors import MegaaccumError
 
-    keys = "--reproducible layout --reproducible_context_blocks 4 --variable_seq_lengths "
-    rig = Rig.of(Case(2, f"{keys} --grad_accum_steps 2 --pp_microbatches 4 ", "--num_layers 2"))
+    keys = f"{cut} --variable_seq_lengths --grad_accum_steps 2 --pp_microbatches 4 "
+    rig = Rig.of(Case(2, keys, "--num_layers 2"))
     batches, length = rig.microbatches(), lengths[torch.distributed.get_rank()]
     batches[-1] = {name: each[:, :length] for name, each in batches[-1].items()}
     try:
@@ -69,12 +69,21 @@ def cut_unevenly(lengths: tuple[int, int]) -> str:
     return "went on"
 
 
+IN_BLOCKS = "--reproducible layout --reproducible_context_blocks 4"
+
+
 @pytest.mark.parametrize(
-    ("lengths", "words"),
-    [((8, 16), "went on"), ((8, 12), "12 tokens, which reproducible_context_blocks 4 cuts into 8 equal pieces")],
+    ("cut", "lengths", "words"),
+    [
+        (IN_BLOCKS, (8, 16), "went on"),
+        (IN_BLOCKS, (8, 12), "12 tokens, which reproducible_context_blocks 4 cuts into 8 equal pieces: pad it to 16"),
+        ("--context_parallel_size 2", (12, 12), "went on"),
+        ("--context_parallel_size 2", (6, 6), "6 tokens, which context_parallel_size 2 cuts into 4 equal pieces"),
+        ("--tensor_model_parallel_size 2 --sequence_parallel", (7, 7), "cuts into 2 equal pieces: pad it to 8"),
+    ],
 )
-def test_a_length_that_blocks_do_not_divide_ends_all_ranks_before_the_step(lengths, words):
-    assert all(words in text for text in run_ranks(cut_unevenly, 2, lengths, timeout=30))
+def test_a_length_that_is_not_cut_evenly_ends_all_ranks_before_the_step(cut, lengths, words):
+    assert all(words in text for text in run_ranks(cut_unevenly, 2, cut, lengths, timeout=30))
 
 
 def agree_without_a_gather() -> tuple[int, list[int]]:

@@ -132,6 +132,10 @@ def test_load_step_names_one_or_lists_what_there_is(tmp_path):
     assert resume_candidates(tmp_path, 10) == ([paths[10]], "")
     with pytest.raises(CheckpointError, match=r"load_step 15: .* holds no checkpoint of that step, but of: 10, 20"):
         resume_candidates(tmp_path, 15)
+    own = paths[10].rename(tmp_path / "copied")
+    assert resume_candidates(own, 10) == ([own], "")
+    with pytest.raises(CheckpointError, match=r"load_step 20: .*copied is the checkpoint of step 10: leave load_step"):
+        resume_candidates(own, 20)
     with pytest.raises(CheckpointError, match="but of: none"):
         resume_candidates(tmp_path / "nowhere", 15)
 
