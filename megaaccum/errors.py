@@ -33,6 +33,13 @@ def shortened(text: str, most: int = 2000) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} characters more)"
 
 
+def as_users_error(error: BaseException) -> BaseException:
+    """The error to show for a file or folder that the system refuses; any other is `error` itself."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return error
+    return MegaaccumError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
+
+
 class ConfigError(MegaaccumError, ValueError):
     """One or more keys of the configuration cannot be honoured.
 

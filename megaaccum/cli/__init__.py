@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import megaaccum
-from megaaccum.errors import MegaaccumError
+from megaaccum.errors import MegaaccumError, as_users_error
 from megaaccum.pretrain.launch.processes import exit_code_of
 
 
@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command of `argv` (default: this process' arguments) and returns its exit code.
 
     An error meant for the user is printed to stderr as one message without a traceback: exit code 2 for a ConfigError
-    or an unknown command, 1 for the other classes of megaaccum.errors, 130 for Ctrl-C.
+    or an unknown command, 1 for the other classes of megaaccum.errors and a file that the system refuses, 130 for
+    Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -109,6 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error, exit_code_of(error))
     except BrokenPipeError:
         return _unread()
+    except OSError as error:
+        if (shown := as_users_error(error)) is error:
+            raise
+        return complain(shown, exit_code_of(shown))
 
 
 def _unread() -> int:

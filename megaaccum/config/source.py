@@ -128,7 +128,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         own = Path(sys.prefix, "share", "megaaccum", "configs", Path(path).name)  # installed by a wheel
-        reason += f"; megaaccum's own is {own}" if own.is_file() else ""
+        reason += f"; megaaccum's own is {own}" if os.path.isfile(own) else ""
         raise ConfigError(f"cannot read the configuration file {path}: {reason}.") from None
 
 

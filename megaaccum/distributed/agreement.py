@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement, listed
+from megaaccum.errors import LaunchError, MegaaccumError, RankDisagreement, as_users_error, listed
 from megaaccum.platform import cpu
 
 MOST_SHOWN = 8
@@ -121,7 +121,8 @@ def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: 
 
     For work that can fail on some ranks while others do not wait for it: those would enter a collective and hang.
     `action` may hold collectives only if it fails on all ranks before or after each of them. Raises the MegaaccumError
-    of the rank that failed; for a bug on one rank, that bug there and a LaunchError elsewhere.
+    of the rank that failed, or one for a file that the system refused; for a bug on one rank, that bug there and a
+    LaunchError elsewhere.
     """
     problem: BaseException | None = None
     try:
@@ -149,6 +150,7 @@ def any_rank(is_so: bool) -> bool:
 def _raise_each(problem: BaseException | None) -> NoReturn:
     """Raise on every rank the `problem` that some ranks have. Collective over the world."""
     mine: tuple[type[MegaaccumError], str] | None = None
+    problem = problem and as_users_error(problem)
     if isinstance(problem, MegaaccumError):
         mine = type(problem), str(problem)
     elif problem is not None:

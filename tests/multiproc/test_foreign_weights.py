@@ -175,6 +175,28 @@ def test_another_model_is_named(megatron):
     assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in dense
 
 
+def seen_apart(folder: str) -> list[str]:
+    """The errors for a folder of Megatron's that rank 0 alone sees, and for a name that no file can have."""
+    import torch.distributed as dist
+
+    from megaaccum.pretrain.weights import foreign
+
+    here, said = Path(folder) if dist.get_rank() == 0 else Path(folder, "unseen"), []
+    for place in (here, Path("x" * 300)):
+        try:
+            said.append(str(foreign.is_foreign(place)))
+        except MegaaccumError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_ranks_that_see_different_folders_all_end(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    for apart, too_long in run_ranks(seen_apart, 2, str(tmp_path), timeout=40):
+        assert apart.startswith("RankDisagreement: ranks disagree about whether") and "hosts have to share it" in apart
+        assert too_long.endswith("File name too long")
+
+
 MODELS = {"dense": DENSE, "mixed": MIXED, "sparse": SPARSE, "latent": LATENT}
 FROM = {"dense": "--pipeline_model_parallel_size 2 --schedule zbv ", "sparse": "--expert_model_parallel_size 2 "}
 

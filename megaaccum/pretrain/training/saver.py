@@ -151,7 +151,7 @@ class Saver:
         if run.no_load:
             return
         folder = Path(run.load or self.folder)
-        if run.load and save_load.latest(folder) is None and foreign.is_foreign(folder):
+        if run.load and foreign.is_foreign(folder):
             foreign.resume(self.engine, folder, vocab_size=self.data.vocabulary.size)
             self._note(f"continues from {folder}: step {self.engine.step}, {self.engine.consumed_samples} samples")
         elif not resume.first_good(folder, self._load, self._note, step=run.load_step):

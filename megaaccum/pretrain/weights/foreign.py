@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megaaccum.checkpoint.folders import Progress
+from megaaccum.checkpoint.folders import Progress, latest
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
-from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, distinct_values, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, listed
 from megaaccum.pretrain.weights import deepspeed_folder
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
@@ -40,8 +40,15 @@ class Source(Protocol):
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint of Megatron or DeepSpeed."""
-    return is_torch_dist(folder) or deepspeed_folder.is_deepspeed(folder)
+    """Whether a folder holds a checkpoint of Megatron or DeepSpeed, and none of ours. Collective over the world. Raises
+    RankDisagreement on every rank if hosts see different folders."""
+    found = raise_on_all_ranks(_is_foreign, folder)
+    assert_same_on_ranks(f"whether {folder} is a checkpoint of another program; hosts have to share it", str(found))
+    return found
+
+
+def _is_foreign(folder: Path) -> bool:
+    return latest(folder) is None and (is_torch_dist(folder) or deepspeed_folder.is_deepspeed(folder))
 
 
 def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:

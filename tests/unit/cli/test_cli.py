@@ -61,6 +61,27 @@ def test_an_error_is_one_message_without_a_traceback(command, capsys, error, cod
     assert err == f"megaaccum: error: {error}\n"
 
 
+def test_a_file_that_the_system_refuses_is_one_message(command, capsys):
+    command(raiser(PermissionError(13, "Permission denied", "/data/corpus.bin")))
+    assert cli.main(["check"]) == 1
+    assert capsys.readouterr().err == "megaaccum: error: /data/corpus.bin: Permission denied\n"
+    command(raiser(ConnectionResetError(104, "Connection reset by peer")))
+    with pytest.raises(ConnectionResetError):
+        cli.main(["check"])
+
+
+@pytest.mark.parametrize("keys", [["--data_path"], ["--tokenizer_model"]])
+def test_a_name_that_is_too_long_is_one_message(keys, capsys):
+    assert cli.main(["check", "configs/tiny_cpu.yaml", *keys, "x" * 5000]) == 1
+    err = capsys.readouterr().err
+    assert "xxx" in err and err.endswith("File name too long\n") and len(err) < 400
+
+
+def test_a_configuration_of_a_name_that_is_too_long(capsys):
+    assert cli.main(["check", "x" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_every_problem_of_a_config_is_shown(command, capsys):
     command(raiser(ConfigError(["first", "second"])))
     assert cli.main(["check"]) == 2
