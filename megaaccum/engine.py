@@ -23,7 +23,7 @@ import torch
 from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
-from megaaccum.config.keys import values_where
+from megaaccum.config.keys import unseen
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
@@ -380,12 +380,8 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
         steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
-        steps |= {"optimizer": self.plan.config.optimizer.optimizer, "model": self._unseen()}
+        steps |= {"optimizer": self.plan.config.optimizer.optimizer, "model": unseen(self.plan.config)}
         return self.train_steps.transaction.state_dict() | steps
-
-    def _unseen(self) -> dict[str, Any]:
-        """Keys of the model that no weight's shape shows."""
-        return values_where(self.plan.config, lambda facts: facts.unseen)
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""
@@ -488,7 +484,7 @@ class Engine:
         return {
             "batch": self.plan.ramp_differences(progress.batch_ramp),
             "lr_schedule": schedule,
-            "model": resume.changed(self._unseen(), then.get("model", {})),
+            "model": resume.changed(unseen(self.plan.config), then.get("model", {})),
             "optimizer": resume.changed(now, {"optimizer": then.get("optimizer", "adam")}),
         }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +74,16 @@ def names_where(holds: Callable[[Facts], object]) -> tuple[str, ...]:
 def values_where(config: schema.Config, holds: Callable[[Facts], object]) -> dict[str, Any]:
     """The values in `config` of the keys whose facts fulfil `holds`."""
     return {name: value(config, name) for name in names_where(holds)}
+
+
+_ONLY_SPEED = re.compile("backend|cach|chunks|dispatch|fus|graph|impl|memory|num_sms|offload|overlap|paged|recompute")
+
+
+def unseen(config: schema.Config) -> dict[str, Any]:
+    """The part of a model that no weight's shape shows: keys, and under `megatron` those fields that do more than save
+    time or memory, as JSON has them."""
+    fields = {name: each for name, each in config.megatron.items() if not _ONLY_SPEED.search(name)}
+    return values_where(config, lambda facts: facts.unseen) | {"megatron": json.loads(json.dumps(fields, default=str))}
 
 
 def keys_that_need(other: str) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def test_weights_of_another_tokenizer_are_noted(tmp_path):
 def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path):
     first = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/run --save {tmp_path}/run/ck --exit_interval 2 "
     other = f"{RUN}--lr 5e-3 --seed 5 --output_dir {tmp_path}/other --load {tmp_path}/run/ck --exit_interval 4 "
-    other = other.replace("--global_batch_size 4", "--global_batch_size 8 --norm_epsilon 1e-6")
+    other = other.replace("--global_batch_size 4", "--global_batch_size 8 --norm_epsilon 1e-6 --apply-layernorm-1p")
     asked = f"{other}--override lr_schedule,batch,data,model"
     again = other.replace("run/ck", "other/checkpoints").replace("--exit_interval 4", "--exit_interval 5")
     _, batch, rest, none, goes_on = start(first, other, other + "--override batch", asked, again)
@@ -144,6 +144,7 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     assert "lr: the checkpoint was made with 0.01, the configuration says 0.005; set lr to 0.01" in rest
     assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
     assert "norm_epsilon: the checkpoint was made with 1e-05, the configuration says 1e-06; set it to 1e-05" in rest
+    assert "made with {}, the configuration says {'layernorm_zero_centered_gamma': True}" in rest
     assert rest.endswith("or set override to lr_schedule,model,data")
     assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
     steps = {row["step"]: row for row in rows(tmp_path / "other")}
