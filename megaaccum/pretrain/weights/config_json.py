@@ -7,7 +7,8 @@ takes its keys out of config.json and gives ours, and one that gives theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,6 @@ Keys = dict[str, Any]
 
 _OTHER_NAMES = {"num_experts": "num_local_experts"}
 """Names of keys in config.json that versions of transformers write in their place."""
-_OF_TRAINING = frozenset(
-    "seq_length make_vocab_size_divisible_by recompute_granularity gradient_checkpointing recompute_method"
-    " recompute_num_layers recompute_modules moe_token_dispatcher_type moe_grouped_gemm transformer_impl"
-    " attention_backend masked_softmax_fusion bias_dropout_fusion bias_swiglu_fusion apply_rope_fusion"
-    " cross_entropy_loss_fusion gradient_accumulation_fusion moe_permute_fusion moe_router_fusion moe_z_loss_coeff"
-    " moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype attention_dropout hidden_dropout"
-    " init_method_std mtp_num_layers mtp_loss_scaling_factor".split()
-)
-"""Keys of ours that say how a model is trained, and not what it computes: config.json need not have them."""
 
 
 def read_json(folder: Path) -> Keys:
@@ -87,16 +79,20 @@ def keys_from(content: Keys) -> Keys:
     facts = families()["families"][family_of(content)]
     left, problems, found = facts.get("defaults", {}) | content, [], dict(facts["ours"])
     defaults = families()["common"]["defaults"] | facts.get("defaults", {})
+
+    def value_of(theirs: str) -> Any:
+        value = left.pop(theirs, None)
+        return defaults.get(theirs) if value is None else value
+
     for ours, theirs in facts["keys"].items():
         name = theirs if theirs in left else _OTHER_NAMES.get(theirs, theirs)
-        if name not in left and name not in defaults:
-            problems.append(f"config.json has no {theirs}, of which {ours} is made.")
+        if (value := value_of(name)) is not None or name in defaults:
+            found[ours] = value
         else:
-            value = left.pop(name, None)
-            found[ours] = defaults.get(name) if value is None else value
-    found |= {ours: not left.pop(theirs, defaults[theirs]) for ours, theirs in facts.get("opposites", {}).items()}
+            problems.append(f"config.json has no {theirs}, of which {ours} is made.")
+    found |= {ours: not value_of(theirs) for ours, theirs in facts.get("opposites", {}).items()}
     for name, ours in facts.get("repeats", {}).items():
-        if (here := left.pop(name, defaults.get(name, found.get(ours)))) != found.get(ours):
+        if (here := value_of(name)) not in (None, found.get(ours)):
             problems.append(f"config.json: {name} is {here!r}, but {ours}, which has it too, is {found.get(ours)!r}.")
     for name, value in facts["theirs"].items():
         if (here := left.pop(name, value)) != value:
@@ -105,16 +101,24 @@ def keys_from(content: Keys) -> Keys:
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
         wrong = _wrong_values(found)
     problems += wrong
-    layers = left.pop("layer_types", None) or []
-    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
-        problems.append("config.json: layer_types has other kinds than full_attention; no key here sets them by layer.")
-    ignored = set(families()["ignored"].split())
-    for name, value in left.items():
-        if name not in ignored and value is not None:
-            problems.append(f"config.json: {name} {value!r} has no key here, and may change what the model computes.")
+    problems += _without_counterpart(left)
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _without_counterpart(left: Keys) -> list[str]:
+    """Problems with keys of config.json that no key of ours is made of."""
+    problems = []
+    layers = left.pop("layer_types", None) or []
+    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
+        problems.append("config.json: layer_types has other kinds than full_attention; no key here sets them by layer.")
+    ignored = families()["ignored"].split()
+    return problems + [
+        f"config.json: {name} {value!r} has no key here, and may change what the model computes."
+        for name, value in left.items()
+        if name not in ignored and value is not None
+    ]
 
 
 def _add_part(part: str, left: Keys, found: Keys) -> list[str]:
@@ -160,33 +164,31 @@ def json_from(config: Config, family: str, vocab_size: int) -> Keys:
 
 def model_keys(config: Config, vocab_size: int) -> Keys:
     """All keys of a resolved configuration's model, and Megatron's fields. vocab_size: before padding."""
-    model = {field.name: getattr(config.model, field.name) for field in fields(ModelConfig)}
-    return _completed(model | config.megatron | {"vocab_size": vocab_size})
+    return _completed(asdict(config.model) | config.megatron | {"vocab_size": vocab_size})
 
 
 def differences(config: Config, content: Keys, vocab_size: int) -> list[str]:
     """Texts on the keys of a resolved configuration that make another model than config.json describes."""
-    defaults = {field.name: getattr(ModelConfig(), field.name) for field in fields(ModelConfig)}
-    here, there = model_keys(config, vocab_size), _completed(defaults | keys_from(content))
+    here, there = model_keys(config, vocab_size), _completed(asdict(ModelConfig()) | keys_from(content))
     return [
         f"{name} is {here.get(name)} in the configuration, but {there.get(name)} in config.json: set it to that"
-        for name in sorted((here.keys() | there.keys()) - _OF_TRAINING)
+        for name in sorted((here.keys() | there.keys()) - set(families()["of_training"].split()))
         if not _equal(here.get(name), there.get(name)) and not _idle(name, here)
     ]
 
 
 def _completed(model: Keys) -> Keys:
     """The keys of a model, with those filled in that follow from others."""
-    heads = model["num_attention_heads"]
+    heads = model["num_attention_heads"] or 1
     filled: Keys = {
         "num_query_groups": model["num_query_groups"] or heads,
         "kv_channels": model["kv_channels"] or model["hidden_size"] // heads,
         "add_qkv_bias": model["add_qkv_bias"] or model["add_bias_linear"],
+        "ffn_hidden_size": (width := model["ffn_hidden_size"] or 4 * model["hidden_size"]),
+        "moe_ffn_hidden_size": model.get("moe_ffn_hidden_size") or width,
     }
     if model.get("window_size"):
         filled["window_attn_skip_freq"] = _window_pattern(model)
-    if model["num_experts"]:
-        filled["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
     return model | filled
 
 
@@ -209,128 +211,64 @@ def _idle(name: str, model: Keys) -> bool:
 def family_for(config: Config, vocab_size: int) -> str:
     """The first family that has everything of a resolved configuration. Raises ConfigError with the differences from
     the nearest one."""
-    nearest: tuple[str, list[str]] | None = None
+    found: dict[str, list[str]] = {}
     for family in families()["families"]:
         try:
-            problems = differences(config, json_from(config, family, vocab_size), vocab_size)
+            found[family] = differences(config, json_from(config, family, vocab_size), vocab_size)
         except ConfigError as error:
-            problems = error.problems
-        if not problems:
+            found[family] = error.problems
+        if not found[family]:
             return str(family)
-        if nearest is None or len(problems) < len(nearest[1]):
-            nearest = family, problems
-    assert nearest is not None
-    raise ConfigError([f"no family of Hugging Face's has this model; the nearest is {nearest[0]}:", *nearest[1]])
+    nearest = min(found, key=lambda family: len(found[family]))
+    raise ConfigError([f"no family of Hugging Face's has this model; the nearest is {nearest}:", *found[nearest]])
 
 
 def sizes_of(config: Config, vocab_size: int) -> Sizes:
     """The sizes of a resolved configuration's model by which weights are mapped."""
-    model = config.model
-    heads = model.num_attention_heads
+    model = model_keys(config, vocab_size)
     return Sizes(
-        layers=model.num_layers,
-        heads=heads,
-        groups=model.num_query_groups or heads,
-        channels=model.kv_channels or model.hidden_size // heads,
+        layers=model["num_layers"],
+        heads=model["num_attention_heads"],
+        groups=model["num_query_groups"],
+        channels=model["kv_channels"],
         vocabulary=vocab_size,
-        experts=model.num_experts or 0,
+        experts=model["num_experts"] or 0,
     )
 
 
 # --- parts: (from theirs, to theirs) ---------------------------------------------------------------------------------
 
 
-def _heads(left: Keys, found: Keys) -> Keys:
-    heads = found.get("num_attention_heads") or 1
-    channels = left.pop("head_dim", None) or found.get("hidden_size", 0) // heads
-    return {"num_query_groups": left.pop("num_key_value_heads", None) or heads, "kv_channels": channels}
-
-
-def _to_heads(model: Keys) -> Keys:
-    channels = model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"]
-    return {"num_key_value_heads": model["num_query_groups"] or model["num_attention_heads"], "head_dim": channels}
-
-
-_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""Numbers of Llama 3.1's scaling that Megatron-core 0.19 has built in."""
-
-
-def _rotation(left: Keys) -> tuple[Keys, str, Keys]:
-    """(rotary_base, kind of scaling, its numbers), of either form: rope_parameters, or rope_theta and rope_scaling."""
-    old = left.pop("rope_scaling", None) or {}
-    rope = dict(left.pop("rope_parameters", None) or old)
-    theta = rope.pop("rope_theta", None) or left.pop("rope_theta", None) or 10000.0
-    left.pop("rope_theta", None)
+def _rope(part: str, left: Keys, found: Keys) -> Keys:
+    """Rotation in either form: rope_parameters, or rope_theta and rope_scaling."""
+    theta, old = left.pop("rope_theta", None), left.pop("rope_scaling", None)
+    rope = dict(left.pop("rope_parameters", None) or old or {})
+    theta, kind = rope.pop("rope_theta", None) or theta or 10000.0, rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or kind or "default"
     if theta != int(theta):
         raise ConfigError(f"rope_theta {theta} is no whole number, which rotary_base has to be.")
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    return {"rotary_base": int(theta)}, kind, rope
-
-
-def _rope(left: Keys, found: Keys) -> Keys:
-    keys, kind, rope = _rotation(left)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("rope: partial_rotary_factor: a share of the channels is rotated otherwise here.")
-    if kind == "default":
-        return keys
-    if kind == "linear":
-        return keys | {"seq_len_interpolation_factor": rope["factor"]}
-    if kind == "llama3" and {name: rope.get(name) for name in _LLAMA3} == _LLAMA3:
-        return keys | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    if kind == "llama3":
-        raise ConfigError(f"rope {rope}: Megatron-core 0.19 has {_LLAMA3} built in.")
-    raise ConfigError(f"rope_type {kind} has no key here; default, linear and llama3 have.")
+    kinds = families()["rotations"][part]
+    facts = kinds.get(kind, {})
+    rope, numbers, built_in = facts.get("defaults", {}) | rope, facts.get("numbers", {}), facts.get("built_in", {})
+    if kind not in kinds or (kind == "yarn" and rope.keys() != numbers.keys()):
+        raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; {' and '.join(kinds)} have.")
+    if {name: rope.get(name) for name in built_in} != built_in:
+        raise ConfigError(f"rope {rope}: Megatron-core 0.19 has {built_in} built in.")
+    return {"rotary_base": int(theta), **facts.get("ours", {}), **{ours: rope[name] for name, ours in numbers.items()}}
 
 
-def _to_rope(model: Keys) -> Keys:
-    rope: Keys = {"rope_type": "default", "rope_theta": float(model["rotary_base"])}
-    if model.get("rope_scaling"):
-        rope |= {"rope_type": "llama3", "factor": model.get("rope_scaling_factor", 8.0)}
-        rope |= {name: float(value) if "freq" in name else value for name, value in _LLAMA3.items()}
-    elif model.get("seq_len_interpolation_factor"):
-        rope |= {"rope_type": "linear", "factor": model["seq_len_interpolation_factor"]}
-    return _both_forms(rope)
-
-
-def _both_forms(rope: Keys) -> Keys:
+def _to_rope(part: str, model: Keys) -> Keys:
     """Rotation as transformers 5 writes it, and as versions before it and other programs read it."""
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    scaled = scaling if rope["rope_type"] != "default" else None
-    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaled}
-
-
-_LATENT_YARN = {
-    "factor": "rotary_scaling_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim", "original_max_position_embeddings": "original_max_position_embeddings",
-}  # fmt: skip
-_YARN = {
-    "factor": "yarn_rotary_scaling_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "truncate": "yarn_correction_range_round_to_int",
-}  # fmt: skip
-
-
-def _latent_rope(left: Keys, found: Keys) -> Keys:
-    keys, kind, rope = _rotation(left)
-    if kind == "default":
-        return keys
-    if kind != "yarn" or rope.keys() != _LATENT_YARN.keys():
-        raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; default and yarn have.")
-    return keys | {"rope_type": "yarn"} | {_LATENT_YARN[name]: value for name, value in rope.items()}
-
-
-def _yarn(left: Keys, found: Keys) -> Keys:
-    keys, kind, rope = _rotation(left)
-    rope = {"truncate": True} | rope
-    if kind != "yarn" or rope.keys() != _YARN.keys():
-        raise ConfigError(f"rope_type {kind} with {sorted(rope)} has no keys here; yarn has.")
-    return keys | {_YARN[name]: value for name, value in rope.items()}
-
-
-def _rope_with(model: Keys, yarn: Keys) -> Keys:
-    rope = {"rope_type": "yarn" if yarn else "default", "rope_theta": float(model["rotary_base"])}
-    return _both_forms(rope | {theirs: model.get(ours) for theirs, ours in yarn.items()})
+    scaling: Keys = {}
+    for kind, facts in families()["rotations"][part].items():
+        ours, defaults = facts.get("ours", {}), facts.get("defaults", {})
+        numbers = {theirs: model.get(name, defaults.get(theirs)) for theirs, name in facts.get("numbers", {}).items()}
+        if all(model.get(name) == value for name, value in ours.items()) if ours else any(numbers.values()):
+            scaling = {"rope_type": kind} | numbers | facts.get("built_in", {})
+    rope = {"rope_theta": float(model["rotary_base"]), "rope_type": "default"} | scaling
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaling or None}
 
 
 def _window(left: Keys, found: Keys) -> Keys:
@@ -428,10 +366,6 @@ def _prediction(left: Keys, found: Keys) -> Keys:
     return {"mtp_num_layers": left.pop("num_nextn_predict_layers", None) or None}
 
 
-def _gpt2_width(left: Keys, found: Keys) -> Keys:
-    return {"ffn_hidden_size": left.pop("n_inner", None) or 4 * found.get("hidden_size", 0)}
-
-
 def _gelu(left: Keys, found: Keys) -> Keys:
     kind = left.pop("activation_function", "gelu_new")
     if kind not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
@@ -449,17 +383,13 @@ def _to_gelu(model: Keys) -> Keys:
 
 
 _PARTS: Mapping[str, tuple[Callable[[Keys, Keys], Keys], Callable[[Keys], Keys]]] = {
-    "heads": (_heads, _to_heads),
-    "rope": (_rope, _to_rope),
-    "latent_rope": (_latent_rope, lambda m: _rope_with(m, _LATENT_YARN if m.get("rope_type") == "yarn" else {})),
+    **{name: (partial(_rope, name), partial(_to_rope, name)) for name in ("rope", "latent_rope", "yarn")},
     "window": (_window, _to_window),
     "windows": (_windows, _to_windows),
-    "yarn": (_yarn, lambda model: _rope_with(model, _YARN)),
     "sparse_step": (_sparse_step, _to_sparse_step),
     "dense_first": (_dense_first, lambda model: {"first_k_dense_replace": _frequency(model).count(0)}),
     "routing": (_routing, _to_routing),
     "shared_experts": (_shared_experts, _to_shared_experts),
     "prediction": (_prediction, lambda model: {"num_nextn_predict_layers": model["mtp_num_layers"] or 0}),
-    "gpt2_width": (_gpt2_width, lambda model: {"n_inner": model["ffn_hidden_size"]}),
     "gelu": (_gelu, _to_gelu),
 }
