@@ -175,17 +175,14 @@ def exported(folder: str, run: str, home: str) -> dict[str, Any]:
     checkpoint = latest(run)
     assert checkpoint is not None
     config = hf.plan_of(Path(folder), 1).config
-    export = Export(
-        checkpoint=checkpoint, config=config, vocab_size=VOCABULARY, family="llama", dtype=torch.float32,
-        max_shard_bytes=10**9,
-    )  # fmt: skip
+    export = Export(checkpoint=checkpoint, config=config, vocab_size=VOCABULARY, family="llama", dtype=torch.float32)
     rounds, plain = [], []
     for number in range(ROUNDS):
         target = Path(home) / f"out{number}"
-        rounds.append(timed(lambda target=target: export.write(target)))
+        rounds.append(timed(lambda target=target: export.write(target, max_shard_bytes=10**9)))
         shutil.rmtree(target)
         plain.append(written_plainly(Path(folder), Path(home)))
-    most = most_bytes(lambda: export.write(Path(home) / "out"))
+    most = most_bytes(lambda: export.write(Path(home) / "out", max_shard_bytes=10**9))
     return {"seconds": median(rounds), "plain": median(plain), "bytes": most, "piece": VOCABULARY * WIDTH * 4}
 
 

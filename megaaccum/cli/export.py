@@ -52,9 +52,8 @@ def main(argv: Sequence[str]) -> int:
         dtype=args.dtype,
         like=args.like,
         via_bridge=args.via == "bridge",
-        max_shard_bytes=int(match[1]) * _UNITS[match[2]],
     )
-    export.write(args.hf)
+    export.write(args.hf, max_shard_bytes=int(match[1]) * _UNITS[match[2]])
     made = "made of the run's configuration" if export.content is None else f"that of {export.source}"
     kind = export.family or "Megatron-Bridge's"
     print(f"wrote {args.hf}: the {kind} model of {export.checkpoint}; config.json is {made}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,16 +49,10 @@ def current_of(run: Path, checkpoint: Path | None) -> tuple[Config, Path]:
 def consolidate(run: Path, folder: Path, *, checkpoint: Path | None = None, dtype: str = "fp32") -> None:
     """Write a run's weights, under their names in the whole model, into one safetensors file in `folder`, which appears
     when all of it is there: what `Engine.load_weights` takes. Raises MegaaccumError."""
-    whole = WholeCheckpoint(current_of(run, checkpoint)[1])
-    kind = names.DTYPES[dtype]
-    layout = {name: (shape, torch.float32 if whole.is_buffer(name) else kind) for name, shape in whole.shapes().items()}
-
-    def read(name: str) -> list[tuple[str, torch.Tensor]]:
-        return [(name, whole.read(name).to(layout[name][1]))]
-
+    config, checkpoint = current_of(run, checkpoint)
+    export = Export(checkpoint=checkpoint, config=config, vocab_size=0, family="", dtype=names.DTYPES[dtype])
     with safetensors_folder.written_aside(folder) as aside:
-        size = sum(map(safetensors_folder.nbytes, layout.values()))
-        safetensors_folder.write(aside, layout, [partial(read, name) for name in layout], max_shard_bytes=size)
+        export.write_weights(aside, max_shard_bytes=sys.maxsize)
 
 
 class WholeCheckpoint:
@@ -113,9 +108,9 @@ def _place(name: str) -> tuple[bool, list[tuple[int, str]]]:
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """An export of `checkpoint`, written by a run of `config` (resolved) with `vocab_size` tokens before padding.
-    family: of families.yaml; dtype: of the weights; content: config.json, default made of the configuration; source:
-    a model whose generation config and tokenizer are taken; tokenizer: a tokenizers file, without a source; bridge: the
-    mapping of weights in place of the family's."""
+    family: of families.yaml, empty for our own names; dtype: of the weights; content: config.json, default made of the
+    configuration; source: a model whose generation config and tokenizer are taken, default a tokenizers file of the
+    run; bridge: the mapping of weights in place of the family's."""
 
     checkpoint: Path
     config: Config
@@ -124,9 +119,7 @@ class Export:
     dtype: torch.dtype
     content: config_json.Keys | None = None
     source: Path | None = None
-    tokenizer: Path | None = None
     bridge: Bridge | None = None
-    max_shard_bytes: int = 5 * 10**9
 
     @classmethod
     def of_run(
@@ -138,38 +131,31 @@ class Export:
         dtype: str | None = None,
         like: Path | None = None,
         via_bridge: bool = False,
-        max_shard_bytes: int = 5 * 10**9,
     ) -> Self:
         """The export of a run by its output_dir. checkpoint: default the current one; family: default the first that
         has this model; dtype: default the run's; like: a model's folder, default the run's init_from; via_bridge: by
         Megatron-Bridge's mapping for that model. Raises MegaaccumError if the run lacks receipt or checkpoint, and
         ConfigError if no family has its model."""
         (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
-        source = like or (Path(config.run.init_from) if config.run.init_from else None)
-        if source is not None and source != like and not (source / "config.json").is_file():
-            source = None
+        began = Path(config.run.init_from) if config.run.init_from else None
+        source = like or (began if began and (began / "config.json").is_file() else None)
         content = None if source is None else config_json.read_json(source)
         bridge = Bridge.of(source, config_json.sizes_of(config, vocab_size), config) if via_bridge else None
-        if bridge is not None:
-            family = ""
-        elif content is not None and config_json.differences(config, content, vocab_size):
-            content = None  # the run has set keys of the model otherwise
-        elif content is not None and family not in (None, config_json.family_of(content)):
-            content = None
-        elif content is not None:
-            family = config_json.family_of(content)
-        tokenizer = Path(config.data.tokenizer_model) if config.data.tokenizer_model else None
+        if bridge is None and content is not None:
+            there = config_json.family_of(content)
+            if family not in (None, there) or config_json.differences(config, content, vocab_size):
+                content = None  # another family is asked for, or the run has set keys of the model otherwise
+            else:
+                family = there
         return cls(
             checkpoint=checkpoint,
             config=config,
             vocab_size=vocab_size,
-            family=config_json.family_for(config, vocab_size) if family is None else family,
+            family="" if bridge else family or config_json.family_for(config, vocab_size),
             dtype=names.DTYPES[dtype or config.sharding.params_dtype or "fp32"],
             content=content,
             source=source,
-            tokenizer=tokenizer if tokenizer and tokenizer.is_file() and tokenizer.suffix == ".json" else None,
             bridge=bridge,
-            max_shard_bytes=max_shard_bytes,
         )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,31 +176,36 @@ class Export:
                 found[theirs] = ((above + len(piece), *piece.shape[1:]), piece.dtype)
         return found
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write the model into `folder`, which appears when all of it is there. Raises CheckpointError."""
+        with safetensors_folder.written_aside(folder) as aside:
+            self.write_weights(aside, max_shard_bytes=max_shard_bytes)
+            self._write_json(aside)  # last: without a config.json no program takes what a killed export leaves
+
+    def write_weights(self, aside: Path, *, max_shard_bytes: int) -> None:
+        """Write the safetensors files into `aside`."""
         together: dict[str, list[str]] = {}  # parameters of ours that fill one tensor of theirs
         for name, shape in self._whole.shapes().items():
             theirs, _ = next(self._theirs(name, torch.empty(shape, device="meta")))
             together.setdefault(theirs, []).append(name)
         makers = [partial(self._made_of, ours) for ours in together.values()]
-        with safetensors_folder.written_aside(folder) as aside:
-            safetensors_folder.write(aside, self.layout(), makers, max_shard_bytes=self.max_shard_bytes)
-            self._write_json(aside)  # last: without a config.json no program takes what a killed export leaves
+        safetensors_folder.write(aside, self.layout(), makers, max_shard_bytes=max_shard_bytes)
 
     @cached_property
     def _whole(self) -> WholeCheckpoint:
         return WholeCheckpoint(self.checkpoint)
 
     def _theirs(self, ours: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        sizes, dtype = config_json.sizes_of(self.config, self.vocab_size), self.dtype
+        pieces: Iterable[tuple[str, torch.Tensor]] = [(ours, tensor)]
         if self.bridge is not None:
             pieces = self.bridge.to_theirs(ours, tensor)
-        elif rows := rows_of(self.family, ours, tensor.shape[0], sizes):
+        elif self.family:
+            rows = rows_of(self.family, ours, tensor.shape[0], config_json.sizes_of(self.config, self.vocab_size))
+            if rows is None:
+                raise CheckpointError(f"{self.checkpoint} has {ours}, which models of the family {self.family} lack")
             pieces = to_theirs(rows, tensor)
-        else:
-            raise CheckpointError(f"{self.checkpoint} has {ours}, which models of the family {self.family} do not have")
         for theirs, piece in pieces:
-            piece = piece.to(torch.float32 if self._whole.is_buffer(ours) else dtype)
+            piece = piece.to(torch.float32 if self._whole.is_buffer(ours) else self.dtype)
             yield from ((name, piece) for name in (theirs, *self._copies(theirs)))
 
     def _copies(self, theirs: str) -> list[str]:
@@ -223,14 +214,10 @@ class Export:
         return [f"model.layers.{number}.{_SHARED[theirs]}" for number in numbers if theirs in _SHARED]
 
     def _write_json(self, aside: Path) -> None:
-        made = (
-            config_json.json_from(self.config, self.family, self.vocab_size) if self.content is None else self.content
-        )
-        content = dict(made)
+        content = dict(self.content or config_json.json_from(self.config, self.family, self.vocab_size))
         if "num_nextn_predict_layers" in content:
             content["num_nextn_predict_layers"] = self.config.model.mtp_num_layers or 0
-        for name in ("dtype", "torch_dtype"):
-            content[name] = str(self.dtype).removeprefix("torch.")
+        content |= dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         generation = aside / "generation_config.json"
         generation.write_text(json.dumps({"_from_model_config": True}, indent=2) + "\n", encoding="utf-8")
@@ -238,8 +225,8 @@ class Export:
             for name in ("generation_config.json", *_TOKENIZER):
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, aside / name)
-        elif self.tokenizer is not None:
-            shutil.copyfile(self.tokenizer, aside / "tokenizer.json")
+        elif (file := self.config.data.tokenizer_model or "").endswith(".json") and Path(file).is_file():
+            shutil.copyfile(file, aside / "tokenizer.json")
         if self.config.data.chat_template_path is not None:  # in which the model was trained
             shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
 
