@@ -137,7 +137,7 @@ def imported(folder: str, run: str) -> dict[str, Any]:
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
     from megaaccum.pretrain.model import gpt
-    from megaaccum.pretrain.weights import weights_in
+    from megaaccum.pretrain.weights import foreign
     from tests.support import huggingface as hf
 
     plan = hf.plan_of(Path(folder), RANKS)
@@ -145,7 +145,7 @@ def imported(folder: str, run: str) -> dict[str, Any]:
     engine = initialize(plan, gpt.build_chunks(plan, built, vocab_size=VOCABULARY), groups=built)
     pieces = [tensor.nbytes for _, tensor, _ in held_pieces(engine.backend, built)]  # and makes the moments
     rank, ways = torch.distributed.get_rank(), {
-        "import": lambda: weights_in.load(engine, Path(folder), vocab_size=VOCABULARY),
+        "import": lambda: foreign.load(engine, Path(folder), vocab_size=VOCABULARY),
         "read": lambda: read_plainly(Path(folder), rank, RANKS),
     }  # fmt: skip
     found = most_bytes(ways["import"])

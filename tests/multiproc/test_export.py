@@ -171,7 +171,7 @@ ALTERED: dict[str, tuple[Callable[[Path], None], str]] = {
     "not a number": (put(Q, lambda tensor: tensor.index_fill(0, tensor.new_tensor([3]).long(), float("nan"))), Q),
     "router": (put(layer("mlp.gate.weight"), lambda tensor: tensor.flip(0)), layer("mlp.gate.weight")),
     "missing tensor": (in_file(lambda tensors: tensors.pop(Q)), f"has no {Q}, of which"),
-    "further tensor": (in_file(lambda tensors: tensors.update(x=tensors[Q].clone())), f"{SINGLE} has x, which"),
+    "further tensor": (in_file(lambda tensors: tensors.update(x=tensors[Q].clone())), rf"has x \({SINGLE}\), which"),
     "renamed tensor": (in_file(lambda tensors: tensors.update({f"{Q}s": tensors.pop(Q)})), f"has no {Q}, of which"),
     "byte": (content(lambda text: text[:-100] + bytes([text[-100] ^ 1]) + text[-99:]), r"model\.\S+ in .* is not what"),
     "cut short": (content(lambda text: text[:-100]), "model.safetensors is no whole safetensors file"),
@@ -204,14 +204,14 @@ def exported(folder: Path, target: Path) -> None:
 
 def said_of(source: str, folders: dict[str, str]) -> dict[str, str]:
     """The words that the import, or else `verify --weights`, says of each folder in a run that begins with `source`."""
-    from megaaccum.pretrain.weights import compare, weights_in
+    from megaaccum.pretrain.weights import compare, foreign
 
     plan = hf.plan_of(Path(source), 1, "--backend", "ddp")
     engine = hf.engine_of(plan)
     found = {}
     for name, folder in folders.items():
         try:
-            weights_in.load(engine, Path(folder), vocab_size=hf.VOCAB)
+            foreign.load(engine, Path(folder), vocab_size=hf.VOCAB)
             found[name] = "\n".join(compare.altered(Path(folder), None))
         except MegaaccumError as error:
             found[name] = str(error)

@@ -60,13 +60,13 @@ def predicted(folder: str, run: str, layout: str) -> tuple[float, list[str]]:
     import torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megaaccum.pretrain.weights import weights_in
+    from megaaccum.pretrain.weights import foreign
     from megaaccum.pretrain.weights.safetensors_folder import Weights
     from megaaccum.pretrain.weights.weights_out import Export
 
     plan = hf.plan_of(Path(folder), torch.distributed.get_world_size(), *layout.split())
     engine = hf.engine_of(plan)
-    weights_in.load(engine, Path(folder), vocab_size=hf.VOCAB)
+    foreign.load(engine, Path(folder), vocab_size=hf.VOCAB)
     checkpoint, wrong = engine.save(run), []
     if torch.distributed.get_rank() == 0:
         export = Export(

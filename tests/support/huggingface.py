@@ -254,13 +254,13 @@ def round_trip(family: str, folder: Path, layout: str, steps: int, save: Path | 
     loss of the batch at step 0; and after `steps`, whose weights are written to `save`)."""
     import torch
 
-    from megaaccum.pretrain.weights import config_json, weights_in, weights_out
+    from megaaccum.pretrain.weights import config_json, foreign, weights_out
     from megaaccum.pretrain.weights.rows import rows_of
     from megaaccum.pretrain.weights.safetensors_folder import Weights
 
     plan = plan_of(folder, 4, *words_of(family, layout))
     engine = engine_of(plan)
-    weights_in.load(engine, folder, vocab_size=VOCAB)
+    foreign.load(engine, folder, vocab_size=VOCAB)
     weights, wrong, seen = Weights(folder), [], set()
     for name, tensor in engine.whole_weights():
         rows = rows_of(family, name, tensor.shape[0], config_json.sizes_of(plan.config, VOCAB))

@@ -19,7 +19,7 @@ from megaaccum.pretrain.data.tokenizer import end_of_document, read_tokenizer
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.training.sampling import Draw, sample
-from megaaccum.pretrain.weights import config_json, inference, weights_in
+from megaaccum.pretrain.weights import config_json, foreign, inference
 
 if TYPE_CHECKING:
     import tokenizers
@@ -102,7 +102,7 @@ class Generation:
     def load(self, engine: Engine) -> None:
         """Load the weights. Collective over the world; raises CheckpointError on every rank."""
         if not self.is_run:
-            weights_in.load(engine, self.source, vocab_size=self.vocab_size)
+            foreign.load(engine, self.source, vocab_size=self.vocab_size)
             return
         engine.shape = save_load.shape_of(engine.plan, self.vocab_size)
         folder = self.checkpoint or checkpoint_folder(self._run_config)

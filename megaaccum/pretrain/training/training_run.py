@@ -31,7 +31,7 @@ from megaaccum.pretrain.training.open_log import open_log
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
 from megaaccum.pretrain.training.saver import Saver, continued
 from megaaccum.pretrain.training.stop_signals import StopSignals
-from megaaccum.pretrain.weights import foreign, weights_in
+from megaaccum.pretrain.weights import foreign
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -75,9 +75,7 @@ class TrainingRun:
         self.saver.resume()
         self.data, step = self.saver.data, self.engine.step
         if step == 0 and plan.config.run.init_from is not None:
-            begin = Path(plan.config.run.init_from)
-            load = foreign.load if foreign.is_foreign(begin) else weights_in.load
-            load(self.engine, begin, vocab_size=vocab)
+            foreign.load(self.engine, Path(plan.config.run.init_from), vocab_size=vocab)
             self.engine.print(f"weights of {plan.config.run.init_from}")
         self.log = open_log(plan, self.data, advisor, start_step=step)
         for note in self.saver.notes:

@@ -14,10 +14,8 @@ import torch
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.pretrain.weights.rows import Sizes
+from megaaccum.pretrain.weights.rows import ROWS_ARE_TOKENS, Sizes
 from megaaccum.pretrain.weights.torch_dist import FUSED
-
-_ROWS_ARE_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class Bridge:
             raise CheckpointError(f"Megatron-Bridge's mapping for this model has no {ours}")
         if getattr(mapping, "is_grouped_export", False):
             raise CheckpointError(f"{ours}: Megatron-Bridge stacks the experts of this model: leave --via out")
-        whole = tensor[: self.vocabulary] if ours in _ROWS_ARE_TOKENS else tensor
+        whole = tensor[: self.vocabulary] if ours in ROWS_ARE_TOKENS else tensor
         for theirs, each in mapping.megatron_to_hf(whole, self.module).items():
             yield theirs, each.contiguous()
 

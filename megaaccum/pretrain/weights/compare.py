@@ -9,7 +9,7 @@ import torch
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.weights import config_json, inference, weights_in
+from megaaccum.pretrain.weights import config_json, foreign, inference
 from megaaccum.pretrain.weights.safetensors_folder import Weights
 from megaaccum.pretrain.weights.weights_out import Export
 
@@ -64,7 +64,7 @@ def logits_distance(folder: Path) -> float:
 
 def _logits(config: Config, folder: Path, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
     engine = inference.engine_of(config, world_size=1, vocab_size=vocab_size)
-    weights_in.load(engine, folder, vocab_size=vocab_size)
+    foreign.load(engine, folder, vocab_size=vocab_size)
     chunk: Any = engine.chunks[0].eval()
     positions = torch.arange(rows.shape[1]).expand_as(rows)
     device = next(chunk.parameters()).device

@@ -1,10 +1,11 @@
-"""Weights of Megatron's and DeepSpeed's checkpoints into an engine, one whole parameter at a time."""
+"""Weights of other programs into an engine: of checkpoints of Megatron and DeepSpeed one whole parameter at a time, of
+Hugging Face's folders the parts that a rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,30 +14,16 @@ from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
 from megaaccum.distributed.agreement import assert_same_on_ranks, distinct_values, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, listed
-from megaaccum.pretrain.weights import deepspeed_folder
+from megaaccum.pretrain.weights.deepspeed_folder import DeepSpeedFolder, is_deepspeed
+from megaaccum.pretrain.weights.rows import ROWS_ARE_TOKENS
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
+from megaaccum.pretrain.weights.weights_in import HuggingFaceFolder, Mapped
 
 if TYPE_CHECKING:
     from megaaccum.engine import Engine
 
-_ROWS_ARE_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
-class Source(Protocol):
-    """A checkpoint of another program under our names."""
-
-    folder: Path
-
-    def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A whole parameter (kind `param`) or moment (`exp_avg`, `exp_avg_sq`), which has `shape` in the run. Raises
-        CheckpointError if there is none."""
-
-    def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Tensors of the model that are none of these parameters."""
-
-    def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
-        """(steps of its run, updates among them, samples if it says so). Raises CheckpointError if it does not say how
-        many, or with_optimizer lacks moments."""
+Source = TorchDist | DeepSpeedFolder | HuggingFaceFolder
+"""Weights of another program under our names: `whole` gives a parameter, `rest` what is none of these parameters."""
 
 
 def is_foreign(folder: Path) -> bool:
@@ -48,12 +35,13 @@ def is_foreign(folder: Path) -> bool:
 
 
 def _is_foreign(folder: Path) -> bool:
-    return latest(folder) is None and (is_torch_dist(folder) or deepspeed_folder.is_deepspeed(folder))
+    return latest(folder) is None and (is_torch_dist(folder) or is_deepspeed(folder))
 
 
 def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
-    """Replace the engine's weights by those of the checkpoint in `folder`. vocab_size: of the run, before padding.
-    Collective over the world. Raises CheckpointError on every rank for what it lacks or has besides."""
+    """Replace the engine's weights by those of the checkpoint or Hugging Face model in `folder`. vocab_size: of the
+    run, before padding. Collective over the world. Raises CheckpointError on every rank for what it lacks or has
+    besides, and ConfigError if its config.json is of another model."""
     source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
     _load(engine, source, vocab_size, num_updates=None)
 
@@ -63,6 +51,7 @@ def resume(engine: Engine, folder: Path, *, vocab_size: int) -> None:
     the optimizer's state, then its steps and samples. Collective over the world; raises as `load` does."""
     run, ramp = engine.plan.config.run, engine.plan.ramp
     source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
+    assert not isinstance(source, HuggingFaceFolder)
     with_optimizer = not (run.finetune or run.no_load_optim)
     if not with_optimizer and (run.finetune or run.reset_iteration):
         return _load(engine, source, vocab_size, num_updates=None)
@@ -95,7 +84,7 @@ def _load(engine: Engine, source: Source, vocab_size: int, num_updates: int | No
 def _open(folder: Path, config: Config, vocab_size: int) -> Source:
     if is_torch_dist(folder):
         return TorchDist(folder)
-    return deepspeed_folder.DeepSpeedFolder(folder, config, vocab_size)
+    return (DeepSpeedFolder if is_deepspeed(folder) else HuggingFaceFolder)(folder, config, vocab_size)
 
 
 def _check_rest(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -105,11 +94,12 @@ def _check_rest(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def _tensors(
     source: Source, held: Mapping[tuple[str, str], tuple[int, ...]], vocab_size: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | Mapped]]:
     for (name, kind), shape in held.items():
         tensor = source.whole(name, kind, shape)
-        if name in _ROWS_ARE_TOKENS and tensor.shape[0] != shape[0] and min(tensor.shape[0], shape[0]) >= vocab_size:
-            padded = torch.zeros(shape, dtype=tensor.dtype)  # rows of padding belong to a layout, not to the model
-            padded[:vocab_size] = tensor[:vocab_size]
-            tensor = padded
+        if isinstance(tensor, torch.Tensor) and name in ROWS_ARE_TOKENS and tensor.shape[0] != shape[0]:
+            if min(tensor.shape[0], shape[0]) >= vocab_size:
+                padded = torch.zeros(shape, dtype=tensor.dtype)  # rows of padding belong to a layout, not to the model
+                padded[:vocab_size] = tensor[:vocab_size]
+                tensor = padded
         yield name if kind == "param" else f"{name}/{kind}", tensor

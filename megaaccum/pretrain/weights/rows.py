@@ -14,6 +14,9 @@ from typing import Any
 
 from megaaccum.texts import packaged_yaml
 
+ROWS_ARE_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters of ours that have rows of padding after those of the vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

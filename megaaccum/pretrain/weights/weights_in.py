@@ -1,9 +1,9 @@
-"""Weights of a Hugging Face folder into an engine: each rank reads the bytes of its own pieces."""
+"""The weights of a Hugging Face folder, of which each rank reads the bytes of its own pieces."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.checkpoint.pieces import held_pieces
-from megaaccum.distributed.agreement import distinct_values, raise_on_all_ranks
-from megaaccum.errors import CheckpointError, ConfigError, as_product, listed
+from megaaccum.errors import CheckpointError, ConfigError, as_product
 from megaaccum.pretrain.weights import config_json
 from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of, theirs_of
 from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
@@ -21,7 +19,6 @@ from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
 if TYPE_CHECKING:
     from megaaccum.checkpoint.pieces import Piece
     from megaaccum.config.schema import Config
-    from megaaccum.engine import Engine
 
 _NOT_READ = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
 """Tensors of older files that are computed, not trained."""
@@ -60,21 +57,17 @@ class Mapped:
         read, of a column's part only these columns."""
         width = torch.Size(self.shape[1:]).numel()
         run = piece.cut.numel // piece.cut.rows // piece.cut.runs
-        by_columns = run % width != 0
-        across = run if by_columns else width
-        columns = slice(piece.cut.run * run, piece.cut.run * run + run) if by_columns else slice(0, width)
-        tall = 1 if by_columns else run // width
+        across, tall, columns = width, run // width, slice(0, width)
+        if run % width:  # a part of each row
+            across, tall, columns = run, self.shape[0], slice(piece.cut.run * run, piece.cut.run * run + run)
         first, last = piece.start // across, -(-piece.stop // across)
         borders = [first, *range((first // tall + 1) * tall, last, tall), last]
         at = first * across - piece.start  # in the target: its first row may begin before it
         for start, stop in pairwise(borders):
-            begin = start if by_columns else piece.cut.index(start * width) // width
+            begin = piece.cut.index(start * across) // width
             for part in self._rectangle(begin, begin + stop - start, columns):
                 low, high = max(at, 0), min(at + part.numel(), len(target))
-                if high - low == part.numel():
-                    target[low:high].view(part.shape).copy_(part)
-                else:
-                    target[low:high].copy_(part.reshape(-1)[low - at : high - at])
+                target[low:high] = part.reshape(-1)[low - at : high - at]
                 at += part.numel()
 
     def _rectangle(self, start: int, stop: int, columns: slice) -> Iterator[torch.Tensor]:
@@ -97,43 +90,42 @@ class Mapped:
         return (found.t() if rows.transposed else found)[:: part.step]
 
 
-def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
-    """Replace the engine's weights by those of the model in `folder`. vocab_size: of the run, before padding.
-    Collective over the world. Raises ConfigError on every rank if the configuration is of another model, and
-    CheckpointError for what its files lack or have besides."""
-    mapped = raise_on_all_ranks(_mapped, engine, folder, vocab_size)
-    everyone = distinct_values(sorted({rows.name for each in mapped for rows in each.rows}), engine.groups.host)
-    raise_on_all_ranks(_check_rest, folder, set().union(*everyone), _left_out(engine.plan.config, folder))
-    engine.load_weights((each.name, each) for each in mapped)
+class HuggingFaceFolder:
+    """A folder of Hugging Face's as a source of weights for a run of `config` (resolved). Raises ConfigError if its
+    config.json is of another model."""
+
+    def __init__(self, folder: Path, config: Config, vocab_size: int):
+        content, model = config_json.read_json(folder), config.model
+        if problems := config_json.differences(config, content, vocab_size):
+            raise ConfigError([f"{folder} has another model:", *problems])
+        self.folder, self._weights = folder, Weights(folder)
+        self._family, self._sizes = config_json.family_of(content), config_json.sizes_of(config, vocab_size)
+        text = f"torch.{content.get('dtype') or content.get('torch_dtype')}"
+        self._dtype = next((dtype for dtype in DTYPES.values() if str(dtype) == text), None)
+        further = 0 if model.mtp_num_layers else content.get("num_nextn_predict_layers") or 0
+        self._left_out = range(model.num_layers, model.num_layers + further)
+
+    def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> Mapped:
+        """A parameter of ours, which has `shape` in the run. Raises CheckpointError if the family does not have it."""
+        return mapped(self._family, name, shape, self._sizes, self._weights)
+
+    def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Tensors that are none of these parameters, with their files, but layers that the run leaves out. Raises
+        CheckpointError if the files lack one of them, or have another shape or less than the precision they say."""
+        made = [self.whole(name, "param", shape) for name, shape in shapes.items()]
+        for each in made:
+            each.check(self._dtype)
+        rest = unread(self._weights, {rows.name for each in made for rows in each.rows})
+        rest = [name for name in rest if not (layer := _LAYER.match(name)) or int(layer[1]) not in self._left_out]
+        return [f"{name} ({self._weights.files[name].name})" for name in rest]
 
 
-def _mapped(engine: Engine, folder: Path, vocab_size: int) -> list[Mapped]:
-    """Everything that this rank holds a part of, checked against the files."""
-    config, content = engine.plan.config, config_json.read_json(folder)
-    if problems := config_json.differences(config, content, vocab_size):
-        raise ConfigError([f"{folder} has another model:", *problems])
-    weights = Weights(folder)
-    held = {p.name: p.shape for p, _, _ in held_pieces(engine.backend, engine.groups, only_weights=True)}
-    held |= {name: tuple(buffer.shape) for name, buffer in engine.trained_buffers.items()}
-    family, sizes = config_json.family_of(content), config_json.sizes_of(config, vocab_size)
-    text = str(content.get("dtype") or content.get("torch_dtype") or "")
-    dtype = next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{text}"), None)
-    found = list(mapped(family, held.items(), sizes, weights))
-    for each in found:
-        each.check(dtype)
-    return found
-
-
-def mapped(
-    family: str, held: Iterable[tuple[str, tuple[int, ...]]], sizes: Sizes, weights: Weights
-) -> Iterator[Mapped]:
-    """Parameters of ours, given by name and shape, in files of theirs. Raises CheckpointError for one that the family
-    does not have."""
-    for name, shape in held:
-        rows = rows_of(family, name, shape[0], sizes)
-        if rows is None:
-            raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
-        yield Mapped(name, shape, [_as_written(each, weights) for each in rows], weights)
+def mapped(family: str, name: str, shape: tuple[int, ...], sizes: Sizes, weights: Weights) -> Mapped:
+    """A parameter of ours in files of theirs. Raises CheckpointError if the family does not have it."""
+    rows = rows_of(family, name, shape[0], sizes)
+    if rows is None:
+        raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
+    return Mapped(name, shape, [_as_written(each, weights) for each in rows], weights)
 
 
 def _as_written(rows: Rows, weights: Weights) -> Rows:
@@ -144,25 +136,13 @@ def _as_written(rows: Rows, weights: Weights) -> Rows:
     return replace(rows, name=bare)
 
 
-def _left_out(config: Config, folder: Path) -> range:
-    """Layers of the files that predict further tokens, if the run has none of them."""
-    model, count = config.model, config_json.read_json(folder).get("num_nextn_predict_layers") or 0
-    return range(model.num_layers, model.num_layers + (0 if model.mtp_num_layers else count))
-
-
-def _check_rest(folder: Path, read: set[str], left_out: range) -> None:
-    """Check that the files hold nothing that no rank reads, but these layers. Raises CheckpointError."""
-    weights = Weights(folder)
-    rest = [name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name)]
-    rest = [name for name in rest if not (layer := _LAYER.match(name)) or int(layer[1]) not in left_out]
+def unread(weights: Weights, read: set[str]) -> list[str]:
+    """Tensors of the files that are not among `read`, but copies of one that is and what is computed."""
+    rest = sorted(name for name in weights.files.keys() - read if not _NOT_READ.fullmatch(name))
     if any(map(_COPY.fullmatch, rest)):
         shared = {weights.digest(name) for name in _SHARED & read}
         rest = [name for name in rest if not (_COPY.fullmatch(name) and weights.digest(name) in shared)]
-    rest.sort()
-    if rest:
-        raise CheckpointError(
-            f"{weights.files[rest[0]]} has {listed(rest)}, which the model of config.json does not have"
-        )
+    return rest
 
 
 def _short(dtype: torch.dtype) -> str:

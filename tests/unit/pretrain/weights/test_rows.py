@@ -11,7 +11,7 @@ import torch
 from megaaccum.checkpoint.pieces import Cut, Piece
 from megaaccum.errors import CheckpointError
 from megaaccum.pretrain.weights.rows import Sizes, families, rows_of, table, theirs_of
-from megaaccum.pretrain.weights.weights_in import Mapped, mapped
+from megaaccum.pretrain.weights.weights_in import mapped
 from megaaccum.pretrain.weights.weights_out import to_theirs
 
 SIZES = Sizes(layers=3, heads=6, groups=2, channels=4, vocabulary=29, experts=3)
@@ -75,7 +75,7 @@ def test_theirs_give_ours_back_whole_and_in_every_part(family, ours, operation):
         if rows[0].stacked:  # that expert's part among those of others
             theirs[each] = torch.cat([-theirs[each], theirs[each], -theirs[each]])
         assert tuple(theirs[each].shape) == shape
-    (there,) = mapped(family, [(name, tuple(whole.shape))], SIZES, Held(theirs))
+    there = mapped(family, name, tuple(whole.shape), SIZES, Held(theirs))
     there.check(torch.float32)
     for cut in cuts_of(whole, operation):
         part = part_of(whole, cut)
@@ -89,20 +89,20 @@ def test_theirs_give_ours_back_whole_and_in_every_part(family, ours, operation):
 def test_a_part_reads_its_own_rows_alone():
     name, whole = example("decoder.layers.<layer>.mlp.linear_fc1.weight", "gate_up")
     held = Held(dict(to_theirs(rows_of("llama", name, whole.shape[0], SIZES), whole)))
-    (there,) = mapped("llama", [(name, tuple(whole.shape))], SIZES, held)
+    there = mapped("llama", name, tuple(whole.shape), SIZES, held)
     there.read(Piece(name, "param", tuple(whole.shape), Cut(whole.numel(), 2, 1, 2), 8, 24), torch.empty(16))
     assert sum(held.asked) == 16
 
 
 def test_a_parameter_that_the_family_lacks_is_named():
     with pytest.raises(CheckpointError, match=r"family llama have no decoder\.layers\.0\.mlp\.router\.weight"):
-        list(mapped("llama", [("decoder.layers.0.mlp.router.weight", (4, 8))], SIZES, Held({})))
+        mapped("llama", "decoder.layers.0.mlp.router.weight", (4, 8), SIZES, Held({}))
 
 
 def test_names_of_a_bare_model_lack_the_first_part():
     rows = rows_of("gpt2", "decoder.layers.0.input_layernorm.weight", 8, SIZES)
     held = Held({"h.0.ln_1.weight": torch.ones(8)})
-    (there,) = mapped("gpt2", [("decoder.layers.0.input_layernorm.weight", (8,))], SIZES, held)
+    there = mapped("gpt2", "decoder.layers.0.input_layernorm.weight", (8,), SIZES, held)
     assert rows[0].name == "transformer.h.0.ln_1.weight" and there.rows[0].name == "h.0.ln_1.weight"
 
 
@@ -115,8 +115,7 @@ def test_names_of_a_bare_model_lack_the_first_part():
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named_with_its_file(made, text):
-    there = next(iter(mapped("llama", [("decoder.final_layernorm.weight", (8,))], SIZES, Held(made))))
-    assert isinstance(there, Mapped)
+    there = mapped("llama", "decoder.final_layernorm.weight", (8,), SIZES, Held(made))
     with pytest.raises(CheckpointError, match=text):
         there.check(torch.float32)
 
