@@ -43,9 +43,11 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
     from megatron.core import dist_checkpointing
     from megatron.core import optimizer as megatron_optimizer
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
+    from megatron.core.optimizer import OptimizerConfig, ParamKey, distrib_optimizer
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
     from megaaccum.model import names
+    from megaaccum.optim.by_pattern import factors
     from megaaccum.platform import cpu
     from tests.support import fused_adam
     from tests.support.engines import engine_of
@@ -67,8 +69,13 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
         megatron_optimizer.Adam = distrib_optimizer.Adam = fused_adam.CountsCalls
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+        overrides = megatron_optimizer.get_standard_config_overrides(settings)
+        for pattern, factor in factors("lr_mult", keys.lr_mult).items():
+            overrides[ParamKey(name=pattern)] = ParamGroupOverride(max_lr=keys.lr * factor, min_lr=keys.min_lr * factor)
+        for pattern, factor in factors("wd_mult", keys.wd_mult).items():
+            overrides[ParamKey(name=pattern)] = ParamGroupOverride(wd_mult=factor)
         optimizer = megatron_optimizer.get_megatron_optimizer(
-            settings, [ddp], pg_collection=groups, use_gloo_process_groups=False
+            settings, [ddp], config_overrides=overrides, pg_collection=groups, use_gloo_process_groups=False
         )
         common = dist_checkpointing.load_common_state_dict(str(place))
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
@@ -82,7 +89,7 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
         assert (schedule["max_lr"], schedule["num_steps"]) == (keys.lr, 8 * STEPS)
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             for group in each.optimizer.param_groups:
-                group["lr"] = engine.plan.config.optimizer.lr
+                group["lr"] = group["max_lr"]  # as the file has it
                 for param in group["params"] if forget else ():
                     each.optimizer.state[param]["exp_avg"].zero_()
         ddp.zero_grad_buffer()
@@ -94,12 +101,14 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
 
 
 STEPPED = {"dense": "--pipeline_model_parallel_size 2 ", "sparse": "--expert_model_parallel_size 2 "}
+FACTORS = {"dense": "--lr_mult *linear_fc1.weight=0.5 --wd_mult *linear_proj.weight=0.25 "}
 
 
 def test_megatrons_own_optimizer_goes_on_from_what_is_written_for_it(tmp_path):
-    """Its next step on the same gradients is ours; without the moments it is another."""
+    """Its next step on the same gradients is ours, with lr_mult and wd_mult; without the moments it is another."""
     model = "--lr_decay_style constant --clip_grad 0 --adam_eps 1e-3 "
-    cells = [(Case(2, BATCH + layout, MODELS[name] + model), str(tmp_path / name)) for name, layout in STEPPED.items()]
+    models = {name: MODELS[name] + model + FACTORS.get(name, "") for name in STEPPED}
+    cells = [(Case(2, BATCH + layout, models[name]), str(tmp_path / name)) for name, layout in STEPPED.items()]
     by_rank = run_ranks(train_ours, 2, cells, timeout=150)
     wanted, after = [], []
     for number, (case, folder) in enumerate(cells):

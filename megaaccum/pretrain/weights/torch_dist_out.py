@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from megaaccum.checkpoint.folders import Progress, read_progress, step_of
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
+from megaaccum.optim.by_pattern import factors
 from megaaccum.pretrain.weights import safetensors_folder
 from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, Place, places_of
 from megaaccum.pretrain.weights.weights_out import WholeCheckpoint
@@ -57,29 +59,27 @@ def write(
 
 
 def _training(config: Config, progress: Progress) -> dict[str, Any]:
-    """Megatron's record of a training (0.19): groups of its optimizer, which it finds by their rates, schedule, and the
-    arguments that it compares or continues from. Experts that are spread have an optimizer of their own there."""
+    """Megatron's record of a training (0.19): groups of its optimizer, which it finds by their rates, of all pairs of
+    lr_mult and wd_mult; schedule, and the arguments that it compares or continues from. Experts that are spread have an
+    optimizer of their own there."""
     keys, model = config.optimizer, config.model
     ends = [(False, keys.lr, keys.min_lr)]
     if keys.decoupled_lr is not None:
         ends.append((True, keys.decoupled_lr, keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr))
+    by_lr, by_wd = ({1.0, *factors(key, getattr(keys, key)).values()} for key in ("lr_mult", "wd_mult"))
+    kinds = [*product(ends, by_lr, (1.0, 0.0), by_wd)]
     plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "eps": keys.adam_eps, "bias_correction": True}
     plain |= {"lr_mult": 1.0, "step": progress.num_updates, "amsgrad": False, "maximize": False}
 
     def optimizer(is_expert: bool) -> dict[str, Any]:
         groups = [
-            plain
-            | {
-                "max_lr": most,
-                "min_lr": least,
-                "lr": most,
-                "wd_mult": decays,
-                "weight_decay": keys.weight_decay * decays,
-            }
-            | {"is_decoupled_lr": is_decoupled, "is_expert_parallel": is_expert, "default_config": not is_decoupled}
-            for is_decoupled, most, least in ends
-            for decays in (1.0, 0.0)
-        ]
+            dict(
+                plain, lr=most * factor, max_lr=most * factor, min_lr=least * factor, wd_mult=decays * share,
+                weight_decay=keys.weight_decay * decays * share, is_decoupled_lr=is_decoupled,
+                is_expert_parallel=is_expert, default_config=not is_decoupled and factor == 1.0,
+            )
+            for (is_decoupled, most, least), factor, decays, share in kinds
+        ]  # fmt: skip
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _FORM}
 
     is_spread = model.num_experts is not None and config.parallel.expert_model_parallel_size > 1
@@ -95,18 +95,13 @@ def _training(config: Config, progress: Progress) -> dict[str, Any]:
     )
     return {
         "optimizer": {number: optimizer(bool(number)) for number in range(2)} if is_spread else optimizer(False),
-        "opt_param_scheduler": {name: progress.lr_schedule[name] for name in _SCHEDULE if name in progress.lr_schedule},
+        "opt_param_scheduler": progress.lr_schedule,  # Megatron's numbers, which count samples too, and ours
         "args": arguments,
         "content_metadata": {"distrib_optim_sharding_type": _FORM, "chained_optim_avoid_prefix": True},
     }
 
 
 _FORM = "fully_reshardable"
-_SCHEDULE = (
-    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
-    "wd_incr_style", "wd_incr_steps",
-)  # fmt: skip
-"""The state of Megatron's schedule, which counts samples too."""
 
 
 class _Streamed(dcp.DefaultSavePlanner):
@@ -114,18 +109,17 @@ class _Streamed(dcp.DefaultSavePlanner):
 
     def __init__(self, whole: WholeCheckpoint, dtype: torch.dtype, together: bool):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        shapes, lengths = whole.shapes(), dict[str, Place]()
+        shapes = whole.shapes()
         places = [(name, place) for name in shapes for place in places_of(name, together=together)]
-        for _, place in places:  # layers and experts come in order: the last place has the largest indices
-            lengths[place.key] = place
+        # Layers and experts come in order: the last place has the largest indices.
+        lengths = {place.key: tuple(last + 1 for last in place.index) for _, place in places}
         self._contents: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor | io.BytesIO]] = {}
         self._items: list[WriteItem] = []
         self._whole, self._shapes, self._places, self._lengths = whole, shapes, places, lengths
         for name, place in places:
             self._add(name, place, "param", torch.float32 if whole.is_buffer(name) else dtype)
             for module in _modules(place.key):
-                count = (last + 1 for last in lengths[place.key].index)
-                at, of = (".".join(map(str, each)) or other for each, other in ((place.index, "0"), (count, "1")))
+                at, of = ".".join(map(str, place.index)) or "0", ".".join(map(str, lengths[place.key])) or "1"
                 self.add_object(f"{module}._extra_state/shard_{at}_{of}", None)
 
     def add_optimizer(self) -> None:
@@ -138,7 +132,7 @@ class _Streamed(dcp.DefaultSavePlanner):
         key, shape = before + place.key, self._shapes[name]
         offsets = torch.Size((*place.index, *(0 for _ in shape)))
         sizes = torch.Size((*(1 for _ in place.index), *shape))
-        length = torch.Size((*(last + 1 for last in self._lengths[place.key].index), *shape))
+        length = torch.Size((*self._lengths[place.key], *shape))
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), length)
         self._items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
         self._contents[key, offsets] = partial(_read, self._whole, name, kind, dtype, sizes)
