@@ -48,10 +48,17 @@ class DeepSpeedFolder:
             self._by_kind[kind] = self._listed(kind)
         if name in self._tensors:
             return self._read(name, kind, shape)
-        rows = self._rows_of(name, shape)
+        rows, parts = self._rows_of(name, shape), []
         sizes = theirs_of(rows, shape)
-        parts = (self._part(each, name, kind, sizes) if each.name else _padding(each, shape) for each in rows)
-        return torch.cat(list(parts))
+        for each in rows:
+            if each.name and each.name not in self._tensors:
+                raise CheckpointError(f"{self.folder} has neither {name} nor {each.name}, of which it is made")
+            parts.append(
+                each.of(self._read(each.name, kind, sizes[each.name]))
+                if each.name
+                else torch.zeros(each.count, *shape[1:])
+            )
+        return torch.cat(parts)
 
     def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
         """(steps of its run, updates among them, samples). Raises CheckpointError if it does not say how many."""
@@ -67,12 +74,6 @@ class DeepSpeedFolder:
         used = {rows.name for name in made for rows in self._rows_of(name, shapes[name])} | shapes.keys()
         read = {id(self._tensors[name]) for name in used & self._tensors.keys()}
         return sorted(name for name in self._tensors.keys() - used if id(self._tensors[name]) not in read)
-
-    def _part(self, rows: Rows, name: str, kind: str, sizes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
-        if rows.name not in self._tensors:
-            raise CheckpointError(f"{self.folder} has neither {name} nor {rows.name}, of which it is made")
-        part: torch.Tensor = rows.of(self._read(rows.name, kind, sizes[rows.name]))
-        return part
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
         sizes = config_json.sizes_of(self._config, self._vocab_size)
@@ -128,26 +129,16 @@ def _moments(parse: Callable[..., tuple[Any, ...]], kind: str, files: list[str],
     return stage, count, moments, *more
 
 
-def _padding(rows: Rows, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(rows.count, *shape[1:])
-
-
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder holds a checkpoint that DeepSpeed wrote."""
-    try:
-        _checkpoint_in(folder)
-    except CheckpointError:
-        return False
-    return True
+    found = _checkpoint_in(folder)
+    return any(found.glob("*_optim_states.pt")) or any(found.glob(f"zero/*/{_UNIVERSAL}"))
 
 
 def _checkpoint_in(folder: Path) -> Path:
     latest = folder / "latest"
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "."
-    found = folder / tag if Path(tag).name == tag or tag == "." else folder
-    if not any(found.glob("*_optim_states.pt")) and not any(found.glob(f"zero/*/{_UNIVERSAL}")):
-        raise CheckpointError(f"{found} holds no checkpoint of DeepSpeed's ZeRO, nor a universal one")
-    return found.resolve()
+    return (folder / tag if Path(tag).name == tag else folder).resolve()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,16 +84,10 @@ class TorchDist:
         self._chunks: dict[str, list[_Chunk]] = {}
         self._read_list(self.folder / ".metadata")
 
-    def _find(self, name: str, kind: str) -> Place | None:
-        """The place of a parameter of ours, or of a moment; None if it has none. FP32 masters come before weights."""
-        kinds = ("optimizer.state.param.", "optimizer.state.fp32_param.", "") if kind == "param" else (_moment(kind),)
-        found = (Place(first + place.key, place.index) for place in _every_place(name) for first in kinds)
-        return next((place for place in found if place.key in self._sizes), None)
-
     def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
         """(iterations of its run, updates among them, samples if it says so). Raises CheckpointError if it does not say
         how many, or with_optimizer has no moments that another layout can read."""
-        if with_optimizer and not any(key.startswith(_moment("exp_avg")) for key in self._sizes):
+        if with_optimizer and not any(key.startswith("optimizer.state.exp_avg.") for key in self._sizes):
             raise CheckpointError(
                 f"{self.folder} has no optimizer state in the shapes of the model: write it with"
                 " --dist-ckpt-optim-fully-reshardable, or set no_load_optim or finetune to true"
@@ -108,7 +103,9 @@ class TorchDist:
     def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A parameter of ours or a moment, whole; `shape` is that of the run. Raises CheckpointError if a part of it is
         missing."""
-        place = self._find(name, kind)
+        kinds = [f"optimizer.state.{kind}.", *(["optimizer.state.fp32_param.", ""] if kind == "param" else [])]
+        found = (Place(first + place.key, place.index) for place in _every_place(name) for first in kinds)
+        place = next((place for place in found if place.key in self._sizes), None)
         if place is None:
             raise CheckpointError(f"{self.folder} has no {name} ({kind}), under any name that Megatron gives it")
         depth, size = len(place.index), self._sizes[place.key]
@@ -116,12 +113,14 @@ class TorchDist:
             raise CheckpointError(f"{place.key} in {self.folder} is {size}: it has no part {place.index}")
         whole, filled = torch.empty(0), 0
         for chunk in self._chunks.get(place.key, []):
-            part = self._part(chunk, place, len(size))
-            if part is None:
+            if chunk.offsets[:depth] != place.index:
                 continue
+            part = self._content(chunk, place.key)
+            if not isinstance(part, torch.Tensor) or part.dim() != len(size) or set(part.shape[:depth]) - {1}:
+                raise CheckpointError(f"{chunk.file} does not hold a part of {place.key} of one layer or expert")
+            part = part.reshape(part.shape[depth:])
             whole = whole if filled else torch.empty(size[depth:], dtype=part.dtype)
-            at = [slice(start, start + n) for start, n in zip(chunk.offsets[depth:], part.shape, strict=True)]
-            whole[tuple(at)] = part
+            whole[tuple(slice(at, at + n) for at, n in zip(chunk.offsets[depth:], part.shape, strict=True))] = part
             filled += part.numel()
         if filled != torch.Size(size[depth:]).numel():
             raise CheckpointError(f"{place.key} in {self.folder} is not whole: {filled} elements of {size[depth:]}")
@@ -129,26 +128,14 @@ class TorchDist:
 
     def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors of the model, and layers and experts in them, that are none of these parameters."""
-        used: dict[str, list[tuple[int, ...]]] = {}
-        for place in (place for name in shapes for place in _every_place(name)):
-            used.setdefault(place.key, []).append(place.index)
-
-        def has_more(key: str) -> bool:
-            found = used.get(key, [])
-            return not found or len(found) < torch.Size(self._sizes[key][: len(found[0])]).numel()
-
-        keys = (key for key in self._sizes if not key.startswith(("optimizer", "rng_state")))
-        return sorted(key for key in keys if "_extra_state" not in key and has_more(key))
-
-    def _part(self, chunk: _Chunk, place: Place, dims: int) -> torch.Tensor | None:
-        """The elements of a chunk at `place`; None if it has none there. Layers and experts lie one to a chunk."""
-        depth = len(place.index)
-        if chunk.offsets[:depth] != place.index:
-            return None
-        tensor = self._content(chunk, place.key)
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims or set(tensor.shape[:depth]) - {1}:
-            raise CheckpointError(f"{chunk.file} does not hold a part of {place.key} of one layer or expert")
-        return tensor.reshape(tensor.shape[depth:])
+        places = [place for name in shapes for place in _every_place(name)]
+        used, depths = Counter(place.key for place in places), {place.key: len(place.index) for place in places}
+        return sorted(
+            key
+            for key, size in self._sizes.items()
+            if not key.startswith(("optimizer", "rng_state")) and "_extra_state" not in key
+            if used[key] < torch.Size(size[: depths.get(key, 0)]).numel()
+        )
 
     def _content(self, chunk: _Chunk, key: str) -> Any:
         path = self.folder / chunk.file
@@ -188,10 +175,6 @@ def _groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
     """The groups of an optimizer's state, or of several optimizers', by number."""
     states = [state] if "optimizer" in state else state.values()
     return [group for each in states for group in each["optimizer"]["param_groups"]]
-
-
-def _moment(kind: str) -> str:
-    return f"optimizer.state.{kind}."
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
