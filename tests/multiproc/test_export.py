@@ -195,7 +195,7 @@ def exported(folder: Path, target: Path) -> None:
     from megaaccum.pretrain.weights.safetensors_folder import Weights
 
     weights = Weights(folder)
-    tensors = {name: weights.whole(name) for name in weights.files}
+    tensors = {name: weights.read(name) for name in weights.files}
     layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     with safetensors_folder.written_aside(target) as aside:
         safetensors_folder.write(aside, layout, [tensors.items], max_shard_bytes=10**9)

@@ -373,7 +373,7 @@ def read_llama(folders: list[str], layout: str) -> list[Digests | str]:
             continue
         theirs = {}
         for name, tensor in engine.whole_weights():
-            rows = rows_of("qwen3", name, tensor.shape[0], config_json.sizes_of(plan.config, hf.VOCAB))
+            rows = rows_of("qwen3", name, tensor.shape[0], config_json.model_keys(plan.config, hf.VOCAB))
             theirs |= {each: _digest(part) for each, part in weights_out.to_theirs(rows or [], tensor)}
         found.append(theirs)
     return found
@@ -456,7 +456,7 @@ def continue_llama(cells: list[tuple[str, str, str]]) -> list[Weights]:
             engine.train_step(hf.own_microbatches(engine))
         theirs = {}
         for name, tensor in engine.whole_weights():
-            rows = rows_of("qwen3", name, tensor.shape[0], config_json.sizes_of(plan.config, hf.VOCAB))
+            rows = rows_of("qwen3", name, tensor.shape[0], config_json.model_keys(plan.config, hf.VOCAB))
             theirs |= {each: part.clone() for each, part in weights_out.to_theirs(rows or [], tensor)}
         found.append(theirs)
     return found

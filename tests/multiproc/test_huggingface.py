@@ -76,7 +76,7 @@ def predicted(folder: str, run: str, layout: str) -> tuple[float, list[str]]:
         theirs, ours = Weights(Path(folder)), Weights(Path(run) / "exported")
         names = theirs.files.keys() | ours.files.keys()
         both = theirs.files.keys() & ours.files.keys()
-        wrong = [name for name in names if name not in both or not torch.equal(theirs.whole(name), ours.whole(name))]
+        wrong = [name for name in names if name not in both or not torch.equal(theirs.read(name), ours.read(name))]
     tracker = MTPLossLoggingHelper.tracker
     tracker.clear()
     engine.train_step(hf.own_microbatches(engine))

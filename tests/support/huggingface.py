@@ -263,7 +263,7 @@ def round_trip(family: str, folder: Path, layout: str, steps: int, save: Path | 
     foreign.load(engine, folder, vocab_size=VOCAB)
     weights, wrong, seen = Weights(folder), [], set()
     for name, tensor in engine.whole_weights():
-        rows = rows_of(family, name, tensor.shape[0], config_json.sizes_of(plan.config, VOCAB))
+        rows = rows_of(family, name, tensor.shape[0], config_json.model_keys(plan.config, VOCAB))
         for theirs, made in weights_out.to_theirs(rows or [], tensor):
             seen.add(theirs)
             of_expert = slice(rows[0].expert, rows[0].expert + 1) if rows and rows[0].stacked else slice(0, None)

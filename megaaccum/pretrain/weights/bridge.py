@@ -12,10 +12,9 @@ from typing import Any, Self
 
 import torch
 
-from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.pretrain.weights.rows import ROWS_ARE_TOKENS, Sizes
-from megaaccum.pretrain.weights.torch_dist import FUSED
+from megaaccum.pretrain.weights.rows import ROWS_ARE_TOKENS, Model
+from megaaccum.pretrain.weights.torch_dist import fused_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class Bridge:
     vocabulary: int
 
     @classmethod
-    def of(cls, source: Path | None, sizes: Sizes, config: Config) -> Self:
-        """The mapping for the model of the config.json in `source`. Raises ConfigError if Bridge or that file is not
-        there, or Bridge does not know the model."""
+    def of(cls, source: Path | None, model: Model) -> Self:
+        """The mapping for the model of the config.json in `source`, which has the keys `model`. Raises ConfigError if
+        Bridge or that file is not there, or Bridge does not know the model."""
         if source is None:
             raise ConfigError("--via bridge: the run did not begin with a model's folder: name one with --like DIR")
         try:
@@ -49,15 +48,9 @@ class Bridge:
             bridge = get_model_bridge(getattr(transformers, architecture, architecture), hf_config=found)
         except (NotImplementedError, LookupError) as error:
             raise ConfigError(f"--via bridge: Megatron-Bridge does not know {architecture} of {source}") from error
-        shape = SimpleNamespace(
-            hidden_size=config.model.hidden_size,
-            num_attention_heads=sizes.heads,
-            num_query_groups=sizes.groups,
-            kv_channels=sizes.channels,
-            num_moe_experts=config.model.num_experts,
-        )
+        shape = SimpleNamespace(**model, num_moe_experts=model["num_experts"])
         module = SimpleNamespace(config=shape, tensor_model_parallel=False)
-        return cls(bridge.mapping_registry(), module, sizes.vocabulary)
+        return cls(bridge.mapping_registry(), module, model["vocab_size"])
 
     def to_theirs(self, ours: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of theirs, of a whole parameter of ours. Raises CheckpointError if Bridge does not map it."""
@@ -73,8 +66,5 @@ class Bridge:
 
 def _names(ours: str) -> Iterator[str]:
     """Yield the names under which Bridge may have a parameter: of local layers, and of Transformer Engine's."""
-    yield ours
+    yield from fused_names(ours)
     yield re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc[12]\.\w+)$", r"experts.\2\1", ours)
-    for local, fused in FUSED:
-        if f".{local}" in ours:
-            yield ours.replace(local, fused)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.weights import config_json, foreign, inference
 from megaaccum.pretrain.weights.safetensors_folder import Weights
@@ -57,17 +56,10 @@ def logits_distance(folder: Path) -> float:
     model.eval()
     with torch.no_grad():
         theirs = model(rows).logits
-    del model
-    ours = _logits(config, folder, rows, content["vocab_size"])
+        del model
+        engine = inference.engine_of(config, world_size=1, vocab_size=content["vocab_size"])
+        foreign.load(engine, folder, vocab_size=content["vocab_size"])
+        chunk: Any = engine.chunks[0].eval()
+        on_device = (each.to(next(chunk.parameters()).device) for each in (rows, torch.arange(length).expand_as(rows)))
+        ours = chunk(*on_device, None)[..., : content["vocab_size"]].float().cpu()
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def _logits(config: Config, folder: Path, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    engine = inference.engine_of(config, world_size=1, vocab_size=vocab_size)
-    foreign.load(engine, folder, vocab_size=vocab_size)
-    chunk: Any = engine.chunks[0].eval()
-    positions = torch.arange(rows.shape[1]).expand_as(rows)
-    device = next(chunk.parameters()).device
-    with torch.no_grad():
-        logits: torch.Tensor = chunk(rows.to(device), positions.to(device), None)
-    return logits[..., :vocab_size].float().cpu()

@@ -17,7 +17,7 @@ from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.pretrain.weights.rows import Sizes, families
+from megaaccum.pretrain.weights.rows import families
 from megaaccum.texts import parse_json, read_text
 
 Keys = dict[str, Any]
@@ -141,10 +141,9 @@ def _wrong_values(found: Keys) -> list[str]:
             value is None or coerce(value, key.annotation)
         except NotOfType as error:
             problems.append(f"config.json: {name} is made of {value!r}, but must be {error}.")
-            continue
-        most = key.facts.at_most
-        if most is not None and isinstance(value, int | float) and value > most:
-            problems.append(f"config.json: {name} is {value}, but must be at most {most:g}.")
+        else:
+            if isinstance(value, int | float) and not key.facts.allow(value):
+                problems.append(f"config.json: {name} is {value}, but must be {key.facts.range}.")
     return problems
 
 
@@ -179,7 +178,7 @@ def differences(config: Config, content: Keys, vocab_size: int) -> list[str]:
 
 def _completed(model: Keys) -> Keys:
     """The keys of a model, with those filled in that follow from others."""
-    heads = model["num_attention_heads"] or 1
+    heads = model["num_attention_heads"]
     filled: Keys = {
         "num_query_groups": model["num_query_groups"] or heads,
         "kv_channels": model["kv_channels"] or model["hidden_size"] // heads,
@@ -221,19 +220,6 @@ def family_for(config: Config, vocab_size: int) -> str:
             return str(family)
     nearest = min(found, key=lambda family: len(found[family]))
     raise ConfigError([f"no family of Hugging Face's has this model; the nearest is {nearest}:", *found[nearest]])
-
-
-def sizes_of(config: Config, vocab_size: int) -> Sizes:
-    """The sizes of a resolved configuration's model by which weights are mapped."""
-    model = model_keys(config, vocab_size)
-    return Sizes(
-        layers=model["num_layers"],
-        heads=model["num_attention_heads"],
-        groups=model["num_query_groups"],
-        channels=model["kv_channels"],
-        vocabulary=vocab_size,
-        experts=model["num_experts"] or 0,
-    )
 
 
 # --- parts: (from theirs, to theirs) ---------------------------------------------------------------------------------
@@ -353,13 +339,13 @@ def _shared_experts(left: Keys, found: Keys) -> Keys:
 
 
 def _to_shared_experts(model: Keys) -> Keys:
-    shared, width = model.get("moe_shared_expert_intermediate_size"), model.get("moe_ffn_hidden_size")
-    if shared and (not width or shared % width):
+    shared, width = model.get("moe_shared_expert_intermediate_size"), model["moe_ffn_hidden_size"]
+    if shared and shared % width:
         raise ConfigError(
             f"moe_shared_expert_intermediate_size {shared} is no multiple of moe_ffn_hidden_size {width}: config.json"
             " counts shared experts of that width."
         )
-    return {"n_shared_experts": shared // width if shared and width else None}
+    return {"n_shared_experts": shared // width if shared else None}
 
 
 def _prediction(left: Keys, found: Keys) -> Keys:

@@ -76,8 +76,8 @@ class DeepSpeedFolder:
         return sorted(name for name in self._tensors.keys() - used if id(self._tensors[name]) not in read)
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Rows]:
-        sizes = config_json.sizes_of(self._config, self._vocab_size)
-        found = rows_of(self._family, name, shape[0], sizes) if self._family else None
+        model = config_json.model_keys(self._config, self._vocab_size)
+        found = rows_of(self._family, name, shape[0], model) if self._family else None
         if found is None:
             raise CheckpointError(f"{self.folder} has no {name}")
         return found

@@ -7,9 +7,9 @@ theirs that lie one below the other in ours, and both directions go by that list
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from megaaccum.texts import packaged_yaml
@@ -48,11 +48,9 @@ class Rows:
 
 def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of theirs that a parameter of ours of this shape makes, or is a part of."""
-    heights: dict[str, int] = {}
+    heights, found = dict[str, int](), dict[str, tuple[int, ...]]()
     for each in rows:
         heights[each.name] = max(each.stop, heights.get(each.name, 0))
-    found = {}
-    for each in rows:
         size = (heights[each.name], *shape[1:])
         stack = (each.stacked,) if each.stacked else ()
         found[each.name] = (*stack, *(size[::-1] if each.transposed else size))
@@ -60,16 +58,8 @@ def theirs_of(rows: list[Rows], shape: tuple[int, ...]) -> dict[str, tuple[int, 
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of a model on which names and operations depend. channels: of one head."""
-
-    layers: int
-    heads: int
-    groups: int
-    channels: int
-    vocabulary: int
-    experts: int = 0
+Model = Mapping[str, Any]
+"""The keys of a model, by which names and rows are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +82,12 @@ def families() -> dict[str, Any]:
 def table(family: str) -> tuple[Row, ...]:
     """The weights of a family."""
     names = families()["families"][family]["weights"]
-    rows = [row for name in names for row in families()["tables"][name]]
-    if "prediction" in names:
-        rows += [
-            [each.replace(*_INNER).replace("<layer>", "<mtp>") for each in row]
-            for row in rows
-            if "decoder.layers." in row[0]
-        ]
-    return tuple(Row(row[0], row[1], tuple(row[2:])) for row in rows)
+    return tuple(Row(row[0], row[1], tuple(row[2:])) for name in names for row in families()["tables"][name])
 
 
-_INNER = ("decoder.layers.<layer>.", "mtp.layers.<mtp>.mtp_model_layer.")
-"""The start of the names of a decoder layer, and of the one in a layer that predicts further tokens."""
+_INNER = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.(.+)")
+"""The decoder layer in a layer that predicts further tokens; in theirs these are counted on from the decoder's."""
 _PLACES = {"layer": r"\d+", "mtp": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
-
-
-_PLACE = re.compile("<(.*?)>")
-
-
-def _filled(numbers: dict[str, str], place: re.Match[str]) -> str:
-    return numbers[place[1]]
 
 
 @cache
@@ -122,20 +98,22 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def rows_of(family: str, name: str, num_rows: int, sizes: Sizes) -> list[Rows] | None:
+def rows_of(family: str, name: str, num_rows: int, model: Model) -> list[Rows] | None:
     """The rows of theirs that make parameter `name` of ours, which has `num_rows` rows (a vector has one per element);
-    None if the family has no such parameter."""
+    None if the family has no such parameter. model: all keys of it (`config_json.model_keys`)."""
+    if inner := _INNER.fullmatch(name):
+        name = f"decoder.layers.{model['num_layers'] + int(inner[1])}.{inner[2]}"
     for row in table(family):
         if match := _pattern(row.ours).fullmatch(name):
             numbers = match.groupdict()
             if "mtp" in numbers:  # theirs are counted on from the decoder's layers
-                numbers["mtp"] = str(sizes.layers + int(numbers["mtp"]))
-            theirs = [_PLACE.sub(partial(_filled, numbers), each) for each in row.theirs]
+                numbers["mtp"] = str(model["num_layers"] + int(numbers["mtp"]))
+            theirs = [each.replace("<", "{").replace(">", "}").format(**numbers) for each in row.theirs]
             operation = row.operation.removesuffix("_t")
             transposed = operation != row.operation and numbers.get("leaf") != "bias"
-            stacked = sizes.experts if "expert" in numbers and "<expert>" not in row.theirs[0] else 0
+            stacked = model["num_experts"] if "expert" in numbers and "<expert>" not in row.theirs[0] else 0
             expert = int(numbers["expert"]) if stacked else 0
-            found = OPERATIONS[operation](theirs, num_rows, sizes)
+            found = OPERATIONS[operation](theirs, num_rows, model)
             return [Rows(*span, transposed=transposed, stacked=stacked, expert=expert) for span in found]
     return None
 
@@ -144,40 +122,41 @@ Spans = Iterator[tuple[str, int, int, int]]
 """Name of theirs, first row, row after the last, step between rows."""
 
 
-def _same(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+def _same(theirs: list[str], num_rows: int, model: Model) -> Spans:
     yield theirs[0], 0, num_rows, 1
 
 
-def _vocabulary(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
-    yield theirs[0], 0, sizes.vocabulary, 1
-    if num_rows > sizes.vocabulary:
-        yield "", 0, num_rows - sizes.vocabulary, 1
+def _vocabulary(theirs: list[str], num_rows: int, model: Model) -> Spans:
+    yield theirs[0], 0, model["vocab_size"], 1
+    if num_rows > model["vocab_size"]:
+        yield "", 0, num_rows - model["vocab_size"], 1
 
 
-def _gate_up(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+def _gate_up(theirs: list[str], num_rows: int, model: Model) -> Spans:
     for name in theirs:
         yield name, 0, num_rows // 2, 1
 
 
-def _interleaved(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+def _interleaved(theirs: list[str], num_rows: int, model: Model) -> Spans:
     """Even rows, then odd ones: gate and up."""
     for start in range(2):
         yield theirs[0], start, num_rows, 2
 
 
-def _qkv(theirs: list[str], num_rows: int, sizes: Sizes) -> Spans:
+def _qkv(theirs: list[str], num_rows: int, model: Model) -> Spans:
     """Rows group by group, of three tensors or of one that has them one below the other."""
-    queries = sizes.heads // sizes.groups * sizes.channels
-    widths = (queries, sizes.channels, sizes.channels)
+    groups, channels = model["num_query_groups"], model["kv_channels"]
+    queries = model["num_attention_heads"] // groups * channels
+    widths = (queries, channels, channels)
     starts = (0, 0, 0)
     if len(theirs) == 1:
         theirs = theirs * 3
-        starts = (0, queries * sizes.groups, (queries + sizes.channels) * sizes.groups)
-    for group in range(sizes.groups):
+        starts = (0, queries * groups, (queries + channels) * groups)
+    for group in range(groups):
         for name, start, width in zip(theirs, starts, widths, strict=True):
             yield name, start + group * width, start + (group + 1) * width, 1
 
 
-OPERATIONS: dict[str, Callable[[list[str], int, Sizes], Spans]] = {
+OPERATIONS: dict[str, Callable[[list[str], int, Model], Spans]] = {
     "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "interleaved": _interleaved, "qkv": _qkv,
 }  # fmt: skip

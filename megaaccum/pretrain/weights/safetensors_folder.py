@@ -62,8 +62,7 @@ class Weights:
                 )
             if name in self.files:
                 raise CheckpointError(f"{name} is in {self.files[name]} and in {path}")
-            self.files[name] = path
-        self._slices |= slices
+            self.files[name], self._slices[name] = path, each
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slices[name].get_shape())
@@ -72,18 +71,14 @@ class Weights:
         return DTYPES[self._slices[name].get_dtype()]
 
     def read(self, name: str, *index: slice) -> torch.Tensor:
-        """A part of a tensor, by a slice of each axis; those beyond its axes are left out. Only its bytes are read."""
+        """A part of a tensor, by slices of its first axes; those beyond its axes are left out. Only its bytes are
+        read."""
         part: torch.Tensor = self._slices[name][index[: len(self.shape(name))]]
         return part
 
     def digest(self, name: str) -> str:
         """SHA-256 of a tensor's bytes."""
-        return hashlib.sha256(_bytes_of(self.whole(name))).hexdigest()
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
-        tensor: torch.Tensor = self._slices[name][:]
-        return tensor
+        return hashlib.sha256(_bytes_of(self.read(name))).hexdigest()
 
     def altered(self) -> list[str]:
         """Texts on tensors whose bytes are not those that an export wrote; none if the folder has no digests."""
@@ -157,13 +152,10 @@ def write(aside: Path, layout: Layout, makers: Iterable[Maker], *, max_shard_byt
     """Write what `makers` make into safetensors files of at most `max_shard_bytes`, an index if there are several, and
     their digests. Two makers work at a time, each in a thread and with one piece in memory. A tensor may come in
     several pieces, its first rows first, all from one maker."""
-    shards = _shards(layout, max_shard_bytes)
-    files = [SINGLE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
-    places: dict[str, tuple[str, int]] = {}
-    for file, names in zip(files, shards, strict=True):
-        places |= _write_header(aside / file, {name: layout[name] for name in names})
+    shards, places = _shards(layout, max_shard_bytes), dict[str, tuple[str, int]]()
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= _write_header(aside / file, shard)
     digests, left = {name: hashlib.sha256() for name in layout}, {name: nbytes(layout[name]) for name in layout}
 
     def work(make: Maker) -> None:
@@ -185,13 +177,13 @@ def write(aside: Path, layout: Layout, makers: Iterable[Maker], *, max_shard_byt
         for _ in pool.map(work, makers):
             pass
     assert not any(left.values()), left
-    if len(files) > 1:
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(nbytes, layout.values()))}}
         weight_map = {name: places[name][0] for name in sorted(layout)}
         (aside / INDEX).write_text(json.dumps(index | {"weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
     lines = [f"{digests[name].hexdigest()}  {places[name][0]}  {name}\n" for name in layout]
     (aside / DIGESTS).write_text("".join(lines), encoding="utf-8")
-    for file in files:
+    for file in {file for file, _ in places.values()}:
         sync(aside / file)
 
 
@@ -204,15 +196,14 @@ def nbytes(facts: tuple[tuple[int, ...], torch.dtype]) -> int:
     return torch.Size(facts[0]).numel() * facts[1].itemsize
 
 
-def _shards(layout: Layout, most: int) -> list[list[str]]:
+def _shards(layout: Layout, most: int) -> list[Layout]:
     """The tensors of each file."""
-    shards: list[list[str]] = [[]]
-    size = 0
+    shards, size = list[Layout]([{}]), 0
     for name, facts in layout.items():
         if shards[-1] and size + nbytes(facts) > most:
-            shards.append([])
+            shards.append({})
             size = 0
-        shards[-1].append(name)
+        shards[-1][name] = facts
         size += nbytes(facts)
     return shards
 

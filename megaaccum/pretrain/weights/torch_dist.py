@@ -27,7 +27,7 @@ COMMON = "common_state/shard_0_1"
 """The key of what is no tensor."""
 _LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<inner>mtp_model_layer\.)?(?P<rest>.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-FUSED = (
+_FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
@@ -44,6 +44,11 @@ class Place:
     index: tuple[int, ...] = ()
 
 
+def fused_names(name: str) -> list[str]:
+    """The name of a parameter, and if it is of a norm those where it is part of the matrix after it."""
+    return [name, *(name.replace(local, fused) for local, fused in _FUSED if local in name)]
+
+
 def places_of(name: str, *, together: bool) -> Iterator[Place]:
     """Yield the places where a parameter of ours may lie, by the kinds of layers that Megatron has. together: the
     layers of the decoder lie in one tensor."""
@@ -56,7 +61,7 @@ def places_of(name: str, *, together: bool) -> Iterator[Place]:
     inside: tuple[int, ...] = ()
     if expert := _EXPERT.fullmatch(rest):
         rest, inside = f"mlp.experts.experts.{expert['rest']}", (int(expert["expert"]),)
-    for each in [rest, *(fused + rest.removeprefix(ours) for ours, fused in FUSED if rest.startswith(ours))]:
+    for each in fused_names(rest):
         if together and block == "decoder":
             yield Place(f"{block}.layers.{each}", (layer, *inside))
         else:

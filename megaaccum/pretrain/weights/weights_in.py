@@ -13,7 +13,7 @@ import torch
 
 from megaaccum.errors import CheckpointError, ConfigError, as_product
 from megaaccum.pretrain.weights import config_json
-from megaaccum.pretrain.weights.rows import Rows, Sizes, rows_of, theirs_of
+from megaaccum.pretrain.weights.rows import Model, Rows, rows_of, theirs_of
 from megaaccum.pretrain.weights.safetensors_folder import DTYPES, Weights
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class HuggingFaceFolder:
         if problems := config_json.differences(config, content, vocab_size):
             raise ConfigError([f"{folder} has another model:", *problems])
         self.folder, self._weights = folder, Weights(folder)
-        self._family, self._sizes = config_json.family_of(content), config_json.sizes_of(config, vocab_size)
+        self._family, self._model = config_json.family_of(content), config_json.model_keys(config, vocab_size)
         text = f"torch.{content.get('dtype') or content.get('torch_dtype')}"
         self._dtype = next((dtype for dtype in DTYPES.values() if str(dtype) == text), None)
         further = 0 if model.mtp_num_layers else content.get("num_nextn_predict_layers") or 0
@@ -107,7 +107,7 @@ class HuggingFaceFolder:
 
     def whole(self, name: str, kind: str, shape: tuple[int, ...]) -> Mapped:
         """A parameter of ours, which has `shape` in the run. Raises CheckpointError if the family does not have it."""
-        return mapped(self._family, name, shape, self._sizes, self._weights)
+        return mapped(self._family, name, shape, self._model, self._weights)
 
     def rest(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Tensors that are none of these parameters, with their files, but layers that the run leaves out. Raises
@@ -120,9 +120,9 @@ class HuggingFaceFolder:
         return [f"{name} ({self._weights.files[name].name})" for name in rest]
 
 
-def mapped(family: str, name: str, shape: tuple[int, ...], sizes: Sizes, weights: Weights) -> Mapped:
+def mapped(family: str, name: str, shape: tuple[int, ...], model: Model, weights: Weights) -> Mapped:
     """A parameter of ours in files of theirs. Raises CheckpointError if the family does not have it."""
-    rows = rows_of(family, name, shape[0], sizes)
+    rows = rows_of(family, name, shape[0], model)
     if rows is None:
         raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
     return Mapped(name, shape, [_as_written(each, weights) for each in rows], weights)

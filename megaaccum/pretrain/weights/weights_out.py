@@ -63,7 +63,7 @@ class WholeCheckpoint:
         stored = self._reader.stored.items()
         sizes = {key: tensor.size for key, tensor in stored if not key.startswith(("rng/", _BUFFER))}
         self._stored = StoredPieces(sizes)
-        buffers = (key.removeprefix(_BUFFER) for key in self._reader.stored if key.startswith(_BUFFER))
+        buffers = {key.removeprefix(_BUFFER) for key, _ in stored if key.startswith(_BUFFER)}
         self._buffers = {name for name in buffers if not name.startswith("fp8/")}
         self._reader.check_files(sizes)
 
@@ -140,7 +140,7 @@ class Export:
         began = Path(config.run.init_from) if config.run.init_from else None
         source = like or (began if began and (began / "config.json").is_file() else None)
         content = None if source is None else config_json.read_json(source)
-        bridge = Bridge.of(source, config_json.sizes_of(config, vocab_size), config) if via_bridge else None
+        bridge = Bridge.of(source, config_json.model_keys(config, vocab_size)) if via_bridge else None
         if bridge is None and content is not None:
             there = config_json.family_of(content)
             if family not in (None, there) or config_json.differences(config, content, vocab_size):
@@ -195,23 +195,24 @@ class Export:
     def _whole(self) -> WholeCheckpoint:
         return WholeCheckpoint(self.checkpoint)
 
+    @cached_property
+    def _model(self) -> config_json.Keys:
+        return config_json.model_keys(self.config, self.vocab_size)
+
     def _theirs(self, ours: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         pieces: Iterable[tuple[str, torch.Tensor]] = [(ours, tensor)]
         if self.bridge is not None:
             pieces = self.bridge.to_theirs(ours, tensor)
         elif self.family:
-            rows = rows_of(self.family, ours, tensor.shape[0], config_json.sizes_of(self.config, self.vocab_size))
+            rows = rows_of(self.family, ours, tensor.shape[0], self._model)
             if rows is None:
                 raise CheckpointError(f"{self.checkpoint} has {ours}, which models of the family {self.family} lack")
             pieces = to_theirs(rows, tensor)
         for theirs, piece in pieces:
             piece = piece.to(torch.float32 if self._whole.is_buffer(ours) else self.dtype)
-            yield from ((name, piece) for name in (theirs, *self._copies(theirs)))
-
-    def _copies(self, theirs: str) -> list[str]:
-        model = self.config.model
-        numbers = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
-        return [f"model.layers.{number}.{_SHARED[theirs]}" for number in numbers if theirs in _SHARED]
+            yield theirs, piece
+            for number in range(self._model["mtp_num_layers"] or 0) if theirs in _SHARED else ():
+                yield f"model.layers.{self._model['num_layers'] + number}.{_SHARED[theirs]}", piece
 
     def _write_json(self, aside: Path) -> None:
         content = dict(self.content or config_json.json_from(self.config, self.family, self.vocab_size))
@@ -233,11 +234,9 @@ class Export:
 
 def to_theirs(rows: list[Rows], tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of theirs, of a whole parameter of ours; of a tensor of all experts, the part of this one."""
-    parts: dict[str, list[tuple[Rows, torch.Tensor]]] = {}
-    for each, part in zip(rows, tensor.split([each.count for each in rows]), strict=True):
-        if each.name:
-            parts.setdefault(each.name, []).append((each, part))
-    for name, found in parts.items():
+    parts = tensor.split([each.count for each in rows])
+    for name in dict.fromkeys(each.name for each in rows if each.name):
+        found = [(each, part) for each, part in zip(rows, parts, strict=True) if each.name == name]
         first, whole = found[0]
         if len(found) > 1:
             whole = tensor.new_empty(sum(each.count for each, _ in found), *tensor.shape[1:])

@@ -112,7 +112,7 @@ def written(folder: Path, family: str) -> Path:
 
 def bridge_of(folder: Path | None, model: Path) -> Bridge:
     config = hf.plan_of(model, 1).config
-    return Bridge.of(folder, config_json.sizes_of(config, hf.VOCAB - 3), config)
+    return Bridge.of(folder, config_json.model_keys(config, hf.VOCAB - 3))
 
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -132,7 +132,7 @@ def test_every_parameter_is_what_our_own_table_makes(folder, installed):
     bridge, config = bridge_of(folder, folder), hf.plan_of(folder, 1).config
     for name, shape in SHAPES.items():
         whole = torch.randn(shape)
-        rows = rows_of("qwen3_moe", name, shape[0], config_json.sizes_of(config, hf.VOCAB - 3))
+        rows = rows_of("qwen3_moe", name, shape[0], config_json.model_keys(config, hf.VOCAB - 3))
         assert rows is not None
         expected, found = dict(to_theirs(rows, whole)), dict(bridge.to_theirs(name, whole))
         assert found.keys() == expected.keys(), name

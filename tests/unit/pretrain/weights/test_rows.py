@@ -10,11 +10,11 @@ import torch
 
 from megaaccum.checkpoint.pieces import Cut, Piece
 from megaaccum.errors import CheckpointError
-from megaaccum.pretrain.weights.rows import Sizes, families, rows_of, table, theirs_of
+from megaaccum.pretrain.weights.rows import families, rows_of, table, theirs_of
 from megaaccum.pretrain.weights.weights_in import mapped
 from megaaccum.pretrain.weights.weights_out import to_theirs
 
-SIZES = Sizes(layers=3, heads=6, groups=2, channels=4, vocabulary=29, experts=3)
+MODEL = dict(num_layers=3, num_attention_heads=6, num_query_groups=2, kv_channels=4, vocab_size=29, num_experts=3)
 HEIGHTS = {"qkv": (6 + 2 * 2) * 4, "vocabulary": 32, "gate_up": 24, "interleaved": 24, "same": 12}
 ROWS = [(family, row.ours, row.operation) for family in families()["families"] for row in table(family)]
 
@@ -51,7 +51,7 @@ def example(name: str, operation: str) -> tuple[str, torch.Tensor]:
     is_vector = "norm" in name or leaf == "bias" or "bias" in name or "softmax_offset" in name
     whole = torch.arange(1.0, 1 + height * (1 if is_vector else 8)).view((height,) if is_vector else (height, 8))
     if operation == "vocabulary":
-        whole[SIZES.vocabulary :] = 0
+        whole[MODEL["vocab_size"] :] = 0
     return name, whole
 
 
@@ -69,13 +69,13 @@ def part_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "ours", "operation"), ROWS)
 def test_theirs_give_ours_back_whole_and_in_every_part(family, ours, operation):
     name, whole = example(ours, operation)
-    rows = rows_of(family, name, whole.shape[0], SIZES)
+    rows = rows_of(family, name, whole.shape[0], MODEL)
     theirs = dict(to_theirs(rows, whole))
     for each, shape in theirs_of(rows, tuple(whole.shape)).items():
         if rows[0].stacked:  # that expert's part among those of others
             theirs[each] = torch.cat([-theirs[each], theirs[each], -theirs[each]])
         assert tuple(theirs[each].shape) == shape
-    there = mapped(family, name, tuple(whole.shape), SIZES, Held(theirs))
+    there = mapped(family, name, tuple(whole.shape), MODEL, Held(theirs))
     there.check(torch.float32)
     for cut in cuts_of(whole, operation):
         part = part_of(whole, cut)
@@ -88,21 +88,28 @@ def test_theirs_give_ours_back_whole_and_in_every_part(family, ours, operation):
 
 def test_a_part_reads_its_own_rows_alone():
     name, whole = example("decoder.layers.<layer>.mlp.linear_fc1.weight", "gate_up")
-    held = Held(dict(to_theirs(rows_of("llama", name, whole.shape[0], SIZES), whole)))
-    there = mapped("llama", name, tuple(whole.shape), SIZES, held)
+    held = Held(dict(to_theirs(rows_of("llama", name, whole.shape[0], MODEL), whole)))
+    there = mapped("llama", name, tuple(whole.shape), MODEL, held)
     there.read(Piece(name, "param", tuple(whole.shape), Cut(whole.numel(), 2, 1, 2), 8, 24), torch.empty(16))
     assert sum(held.asked) == 16
 
 
 def test_a_parameter_that_the_family_lacks_is_named():
     with pytest.raises(CheckpointError, match=r"family llama have no decoder\.layers\.0\.mlp\.router\.weight"):
-        mapped("llama", "decoder.layers.0.mlp.router.weight", (4, 8), SIZES, Held({}))
+        mapped("llama", "decoder.layers.0.mlp.router.weight", (4, 8), MODEL, Held({}))
+
+
+def test_the_layer_inside_a_prediction_is_counted_on():
+    (rows,) = rows_of("deepseek_v3", "mtp.layers.1.mtp_model_layer.mlp.router.weight", 3, MODEL) or []
+    assert rows.name == "model.layers.4.mlp.gate.weight"
+    (rows,) = rows_of("deepseek_v3", "mtp.layers.0.enorm.weight", 8, MODEL) or []
+    assert rows.name == "model.layers.3.enorm.weight"
 
 
 def test_names_of_a_bare_model_lack_the_first_part():
-    rows = rows_of("gpt2", "decoder.layers.0.input_layernorm.weight", 8, SIZES)
+    rows = rows_of("gpt2", "decoder.layers.0.input_layernorm.weight", 8, MODEL)
     held = Held({"h.0.ln_1.weight": torch.ones(8)})
-    there = mapped("gpt2", "decoder.layers.0.input_layernorm.weight", (8,), SIZES, held)
+    there = mapped("gpt2", "decoder.layers.0.input_layernorm.weight", (8,), MODEL, held)
     assert rows[0].name == "transformer.h.0.ln_1.weight" and there.rows[0].name == "h.0.ln_1.weight"
 
 
@@ -115,7 +122,7 @@ def test_names_of_a_bare_model_lack_the_first_part():
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named_with_its_file(made, text):
-    there = mapped("llama", "decoder.final_layernorm.weight", (8,), SIZES, Held(made))
+    there = mapped("llama", "decoder.final_layernorm.weight", (8,), MODEL, Held(made))
     with pytest.raises(CheckpointError, match=text):
         there.check(torch.float32)
 
