@@ -2,11 +2,11 @@
 
 | module | holds |
 | --- | --- |
-| `weights_in`, `weights_out` | Hugging Face folders into an engine; checkpoints into such a folder |
-| `config_json`, `rows` | their configuration and their names, both ways |
-| `safetensors_folder` | their files |
-| `foreign`, `torch_dist`, `deepspeed_folder` | checkpoints of Megatron and DeepSpeed |
-| `torch_dist_out` | written as Megatron's |
+| `foreign` | weights of other programs into an engine |
+| `weights_in`, `torch_dist`, `deepspeed_folder` | these: Hugging Face folders, checkpoints of Megatron and DeepSpeed |
+| `weights_out`, `torch_dist_out` | checkpoints of ours written as Hugging Face's and as Megatron's |
+| `config_json`, `rows` | Hugging Face's configuration and names, both ways |
+| `safetensors_folder` | Hugging Face's files |
 | `compare` | a folder against its digests and transformers' logits |
 | `bridge` | an export by Megatron-Bridge's mapping |
 | `inference` | a model of these weights that is not trained |

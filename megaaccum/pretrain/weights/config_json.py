@@ -100,8 +100,7 @@ def keys_from(content: Keys) -> Keys:
     if not (wrong := _wrong_values(found)):  # parts compute with these, and count up to the layers
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
         wrong = _wrong_values(found)
-    problems += wrong
-    problems += _without_counterpart(left)
+    problems += wrong + _without_counterpart(left)
     if problems:
         raise ConfigError(problems)
     return found
@@ -185,9 +184,8 @@ def _completed(model: Keys) -> Keys:
         "add_qkv_bias": model["add_qkv_bias"] or model["add_bias_linear"],
         "ffn_hidden_size": (width := model["ffn_hidden_size"] or 4 * model["hidden_size"]),
         "moe_ffn_hidden_size": model.get("moe_ffn_hidden_size") or width,
+        "window_attn_skip_freq": _window_pattern(model),
     }
-    if model.get("window_size"):
-        filled["window_attn_skip_freq"] = _window_pattern(model)
     return model | filled
 
 
@@ -280,16 +278,16 @@ def _windows(left: Keys, found: Keys) -> Keys:
 
 
 def _to_windows(model: Keys) -> Keys:
-    kinds = [f"{'sliding' if each else 'full'}_attention" for each in _window_pattern(model)]
+    kinds = [f"{'sliding' if each else 'full'}_attention" for each in model["window_attn_skip_freq"]]
     return _to_window(model) | {"layer_types": kinds}
 
 
 def _window_pattern(model: Keys) -> list[int]:
     """1 for each layer with a window, 0 for the others."""
-    count, every = model["num_layers"], model.get("window_attn_skip_freq")
-    if isinstance(every, int):
-        return [int((layer + 1) % every != 0) for layer in range(count)]
-    return list(every) if every else [int(bool(model.get("window_size")))] * count
+    every, layers = model.get("window_attn_skip_freq"), range(model["num_layers"])
+    if isinstance(every, list | tuple):
+        return list(every)
+    return [int(bool(model.get("window_size")) and (not every or (layer + 1) % every != 0)) for layer in layers]
 
 
 def _frequency(model: Keys) -> list[int]:
@@ -320,9 +318,7 @@ def _dense_first(left: Keys, found: Keys) -> Keys:
 
 def _routing(left: Keys, found: Keys) -> Keys:
     if left.pop("norm_topk_prob", True) != _to_routing(found)["norm_topk_prob"]:
-        raise ConfigError(
-            "norm_topk_prob: the weights of several experts have the sum 1 here, that of one is its score."
-        )
+        raise ConfigError("norm_topk_prob: the weights of several experts sum to 1 here, that of one is its score.")
     return {}
 
 

@@ -51,13 +51,12 @@ class DeepSpeedFolder:
         rows, parts = self._rows_of(name, shape), []
         sizes = theirs_of(rows, shape)
         for each in rows:
-            if each.name and each.name not in self._tensors:
+            if not each.name:
+                parts.append(torch.zeros(each.count, *shape[1:]))
+            elif each.name in self._tensors:
+                parts.append(each.of(self._read(each.name, kind, sizes[each.name])))
+            else:
                 raise CheckpointError(f"{self.folder} has neither {name} nor {each.name}, of which it is made")
-            parts.append(
-                each.of(self._read(each.name, kind, sizes[each.name]))
-                if each.name
-                else torch.zeros(each.count, *shape[1:])
-            )
         return torch.cat(parts)
 
     def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:

@@ -62,15 +62,6 @@ Model = Mapping[str, Any]
 """The keys of a model, by which names and rows are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a table: the names of `ours` and `theirs` with places for numbers, and the operation between them."""
-
-    ours: str
-    operation: str
-    theirs: tuple[str, ...]
-
-
 @cache
 def families() -> dict[str, Any]:
     """The content of families.yaml."""
@@ -79,15 +70,15 @@ def families() -> dict[str, Any]:
 
 
 @cache
-def table(family: str) -> tuple[Row, ...]:
-    """The weights of a family."""
+def table(family: str) -> list[list[str]]:
+    """The weights of a family: rows of the name of ours and the operation, before the names of theirs."""
     names = families()["families"][family]["weights"]
-    return tuple(Row(row[0], row[1], tuple(row[2:])) for name in names for row in families()["tables"][name])
+    return [row for name in names for row in families()["tables"][name]]
 
 
-_INNER = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.(.+)")
-"""The decoder layer in a layer that predicts further tokens; in theirs these are counted on from the decoder's."""
-_PLACES = {"layer": r"\d+", "mtp": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(mtp_model_layer\.)?(.+)")
+"""Layers that predict further tokens, with a decoder layer in each; theirs are counted on from the decoder's."""
+_PLACES = {"layer": r"\d+", "expert": r"\d+", "leaf": "weight|bias"}
 
 
 @cache
@@ -101,20 +92,17 @@ def _pattern(name: str) -> re.Pattern[str]:
 def rows_of(family: str, name: str, num_rows: int, model: Model) -> list[Rows] | None:
     """The rows of theirs that make parameter `name` of ours, which has `num_rows` rows (a vector has one per element);
     None if the family has no such parameter. model: all keys of it (`config_json.model_keys`)."""
-    if inner := _INNER.fullmatch(name):
-        name = f"decoder.layers.{model['num_layers'] + int(inner[1])}.{inner[2]}"
-    for row in table(family):
-        if match := _pattern(row.ours).fullmatch(name):
+    if found := _PREDICTION.fullmatch(name):
+        name = f"{'decoder' if found[2] else 'mtp'}.layers.{model['num_layers'] + int(found[1])}.{found[3]}"
+    for ours, operation, *theirs in table(family):
+        if match := _pattern(ours).fullmatch(name):
             numbers = match.groupdict()
-            if "mtp" in numbers:  # theirs are counted on from the decoder's layers
-                numbers["mtp"] = str(model["num_layers"] + int(numbers["mtp"]))
-            theirs = [each.replace("<", "{").replace(">", "}").format(**numbers) for each in row.theirs]
-            operation = row.operation.removesuffix("_t")
-            transposed = operation != row.operation and numbers.get("leaf") != "bias"
-            stacked = model["num_experts"] if "expert" in numbers and "<expert>" not in row.theirs[0] else 0
+            transposed = operation.endswith("_t") and numbers.get("leaf") != "bias"
+            stacked = model["num_experts"] if "expert" in numbers and "<expert>" not in theirs[0] else 0
             expert = int(numbers["expert"]) if stacked else 0
-            found = OPERATIONS[operation](theirs, num_rows, model)
-            return [Rows(*span, transposed=transposed, stacked=stacked, expert=expert) for span in found]
+            filled = [each.replace("<", "{").replace(">", "}").format(**numbers) for each in theirs]
+            spans = OPERATIONS[operation.removesuffix("_t")](filled, num_rows, model)
+            return [Rows(*span, transposed=transposed, stacked=stacked, expert=expert) for span in spans]
     return None
 
 

@@ -130,9 +130,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        if folder.exists():
-            folder.rmdir()
-        aside.rename(folder)
+        aside.rename(folder)  # in place of an empty one
         sync(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error

@@ -72,21 +72,14 @@ def _every_place(name: str) -> list[Place]:
     return [*places_of(name, together=False), *places_of(name, together=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    offsets: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
 class TorchDist:
     """The tensors of a checkpoint's folder, or of the latest one in it. Raises CheckpointError for another kind."""
 
     def __init__(self, folder: Path):
         self.folder = _checkpoint_in(folder)
         self._sizes: dict[str, tuple[int, ...]] = {}
-        self._chunks: dict[str, list[_Chunk]] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
+        """The parts of each tensor: where they begin in it, and where their bytes are."""
         self._read_list(self.folder / ".metadata")
 
     def reached(self, with_optimizer: bool) -> tuple[int, int, int | None]:
@@ -98,7 +91,7 @@ class TorchDist:
                 " --dist-ckpt-optim-fully-reshardable, or set no_load_optim or finetune to true"
             )
         try:
-            (state,) = self._content(self._chunks[COMMON][0], COMMON)
+            (state,) = self._content(self._chunks[COMMON][0][1], COMMON)
             groups = _groups(state["optimizer"]) if with_optimizer else [{"step": state["iteration"]}]
             samples = getattr(state.get("args"), "consumed_train_samples", None)
             return int(state["iteration"]), int(next(each["step"] for each in groups if "step" in each)), samples
@@ -117,15 +110,17 @@ class TorchDist:
         if any(at >= most for at, most in zip(place.index, size, strict=False)):
             raise CheckpointError(f"{place.key} in {self.folder} is {size}: it has no part {place.index}")
         whole, filled = torch.empty(0), 0
-        for chunk in self._chunks.get(place.key, []):
-            if chunk.offsets[:depth] != place.index:
+        for offsets, info in self._chunks.get(place.key, []):
+            if offsets[:depth] != place.index:
                 continue
-            part = self._content(chunk, place.key)
+            part = self._content(info, place.key)
             if not isinstance(part, torch.Tensor) or part.dim() != len(size) or set(part.shape[:depth]) - {1}:
-                raise CheckpointError(f"{chunk.file} does not hold a part of {place.key} of one layer or expert")
+                raise CheckpointError(
+                    f"{info.relative_path} does not hold a part of {place.key} of one layer or expert"
+                )
             part = part.reshape(part.shape[depth:])
             whole = whole if filled else torch.empty(size[depth:], dtype=part.dtype)
-            whole[tuple(slice(at, at + n) for at, n in zip(chunk.offsets[depth:], part.shape, strict=True))] = part
+            whole[tuple(slice(at, at + n) for at, n in zip(offsets[depth:], part.shape, strict=True))] = part
             filled += part.numel()
         if filled != torch.Size(size[depth:]).numel():
             raise CheckpointError(f"{place.key} in {self.folder} is not whole: {filled} elements of {size[depth:]}")
@@ -142,12 +137,12 @@ class TorchDist:
             if used[key] < torch.Size(size[: depths.get(key, 0)]).numel()
         )
 
-    def _content(self, chunk: _Chunk, key: str) -> Any:
-        path = self.folder / chunk.file
+    def _content(self, info: Any, key: str) -> Any:
+        path = self.folder / info.relative_path
         try:
             with open_regular(path) as file:
-                file.seek(chunk.start)
-                return torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+                file.seek(info.offset)
+                return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
         except Exception as error:  # bytes that are cut off or made up can raise anything
             raise CheckpointError(f"{path} holds no {key} ({type(error).__name__}: {error})") from error
 
@@ -165,8 +160,7 @@ class TorchDist:
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"the file {info.relative_path!r} is not in its folder")
                 offsets = () if key == COMMON else _numbers(index.offset)
-                chunk = _Chunk(offsets, info.relative_path, int(info.offset), int(info.length))
-                self._chunks.setdefault(key, []).append(chunk)
+                self._chunks.setdefault(key, []).append((offsets, info))
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is no list of tensors ({error})") from error
 

@@ -43,17 +43,17 @@ def write(
     whole, step = WholeCheckpoint(checkpoint), max(step_of(checkpoint), 0)
     # Megatron stores the layers of the decoder in one tensor if all are of one kind.
     together = config.model.moe_layer_freq == 1 or config.model.num_experts is None
-    planner = _Streamed(whole, names.DTYPES[dtype or config.sharding.params_dtype or "fp32"], together)
+    kind = names.DTYPES[dtype or config.sharding.params_dtype or "fp32"]
+    planner = _Streamed(whole, kind, together=together, with_optimizer=not only_weights)
     common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
     if not only_weights:
-        planner.add_optimizer()
         common |= _training(config, read_progress(checkpoint))
     planner.add_object(COMMON, common)
     with safetensors_folder.written_aside(folder) as aside:
         inside = aside / f"iter_{step:07d}"
         dcp.save({}, storage_writer=dcp.FileSystemWriter(inside), planner=planner, no_dist=True)
-        kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        (inside / "metadata.json").write_text(json.dumps(kind), encoding="utf-8")
+        form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (inside / "metadata.json").write_text(json.dumps(form), encoding="utf-8")
         (aside / LATEST).write_text(str(step), encoding="utf-8")
     return step
 
@@ -105,28 +105,24 @@ _FORM = "fully_reshardable"
 
 
 class _Streamed(dcp.DefaultSavePlanner):
-    """Plans to write whole parameters, each of which is read when its turn comes."""
+    """Plans to write whole parameters, each of which is read when its turn comes. with_optimizer: the masters and
+    moments of all trained ones too."""
 
-    def __init__(self, whole: WholeCheckpoint, dtype: torch.dtype, together: bool):
+    def __init__(self, whole: WholeCheckpoint, dtype: torch.dtype, *, together: bool, with_optimizer: bool):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        shapes = whole.shapes()
-        places = [(name, place) for name in shapes for place in places_of(name, together=together)]
+        self._whole, self._shapes = whole, whole.shapes()
+        places = [(name, place) for name in self._shapes for place in places_of(name, together=together)]
         # Layers and experts come in order: the last place has the largest indices.
-        lengths = {place.key: tuple(last + 1 for last in place.index) for _, place in places}
+        self._lengths = {place.key: tuple(last + 1 for last in place.index) for _, place in places}
         self._contents: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor | io.BytesIO]] = {}
         self._items: list[WriteItem] = []
-        self._whole, self._shapes, self._places, self._lengths = whole, shapes, places, lengths
         for name, place in places:
             self._add(name, place, "param", torch.float32 if whole.is_buffer(name) else dtype)
-            for module in _modules(place.key):
-                at, of = ".".join(map(str, place.index)) or "0", ".".join(map(str, lengths[place.key])) or "1"
-                self.add_object(f"{module}._extra_state/shard_{at}_{of}", None)
-
-    def add_optimizer(self) -> None:
-        """Write the masters and moments of all trained parameters too."""
-        for name, place in self._places:
-            for kind in ("param", "exp_avg", "exp_avg_sq") if self._whole.has(name, "exp_avg") else ():
+            for kind in ("param", "exp_avg", "exp_avg_sq") if with_optimizer and whole.has(name, "exp_avg") else ():
                 self._add(name, place, kind, torch.float32, before=f"optimizer.state.{kind}.")
+            for module in _modules(place.key):
+                at, of = ".".join(map(str, place.index)) or "0", ".".join(map(str, self._lengths[place.key])) or "1"
+                self.add_object(f"{module}._extra_state/shard_{at}_{of}", None)
 
     def _add(self, name: str, place: Place, kind: str, dtype: torch.dtype, before: str = "") -> None:
         key, shape = before + place.key, self._shapes[name]

@@ -53,8 +53,8 @@ class Mapped:
                 raise CheckpointError(f"{theirs} in {file} is {_short(kind)}, but config.json says {_short(dtype)}")
 
     def read(self, piece: Piece, target: torch.Tensor) -> None:
-        """Copy the elements of `piece` into `target`, which is flat. Whole rows that hold them are
-        read, of a column's part only these columns."""
+        """Copy the elements of `piece` into `target`, which is flat. Whole rows that hold them are read, of a
+        column's part only these columns."""
         width = torch.Size(self.shape[1:]).numel()
         run = piece.cut.numel // piece.cut.rows // piece.cut.runs
         across, tall, columns = width, run // width, slice(0, width)
@@ -125,15 +125,10 @@ def mapped(family: str, name: str, shape: tuple[int, ...], model: Model, weights
     rows = rows_of(family, name, shape[0], model)
     if rows is None:
         raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
-    return Mapped(name, shape, [_as_written(each, weights) for each in rows], weights)
-
-
-def _as_written(rows: Rows, weights: Weights) -> Rows:
-    """These rows under the name that the files have: those of a bare model lack the first part of each name."""
-    _, _, bare = rows.name.partition(".")
-    if rows.name in weights.files or bare not in weights.files:
-        return rows
-    return replace(rows, name=bare)
+    for number, each in enumerate(rows):  # the names of a bare model lack the first part
+        if each.name not in weights.files and (bare := each.name.partition(".")[2]) in weights.files:
+            rows[number] = replace(each, name=bare)
+    return Mapped(name, shape, rows, weights)
 
 
 def unread(weights: Weights, read: set[str]) -> list[str]:

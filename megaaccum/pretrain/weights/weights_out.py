@@ -140,7 +140,7 @@ class Export:
         began = Path(config.run.init_from) if config.run.init_from else None
         source = like or (began if began and (began / "config.json").is_file() else None)
         content = None if source is None else config_json.read_json(source)
-        bridge = Bridge.of(source, config_json.model_keys(config, vocab_size)) if via_bridge else None
+        bridge = Bridge(source, config_json.model_keys(config, vocab_size)) if via_bridge else None
         if bridge is None and content is not None:
             there = config_json.family_of(content)
             if family not in (None, there) or config_json.differences(config, content, vocab_size):

@@ -112,7 +112,7 @@ def written(folder: Path, family: str) -> Path:
 
 def bridge_of(folder: Path | None, model: Path) -> Bridge:
     config = hf.plan_of(model, 1).config
-    return Bridge.of(folder, config_json.model_keys(config, hf.VOCAB - 3))
+    return Bridge(folder, config_json.model_keys(config, hf.VOCAB - 3))
 
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -130,6 +130,7 @@ def test_a_value_of_another_kind_is_a_problem(family, bad):
         ({"rope_parameters": {"rope_type": "linear"}}, "rope: a value is missing or of another kind"),
         ({"hidden_size": "x"}, "hidden_size is made of 'x', but must be"),
         ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, but must be at least 1 and at most"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, but must be at least 1"),
         ({"layer_types": 3}, "layer_types has other kinds"),
     ],
 )

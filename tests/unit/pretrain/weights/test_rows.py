@@ -16,7 +16,7 @@ from megaaccum.pretrain.weights.weights_out import to_theirs
 
 MODEL = dict(num_layers=3, num_attention_heads=6, num_query_groups=2, kv_channels=4, vocab_size=29, num_experts=3)
 HEIGHTS = {"qkv": (6 + 2 * 2) * 4, "vocabulary": 32, "gate_up": 24, "interleaved": 24, "same": 12}
-ROWS = [(family, row.ours, row.operation) for family in families()["families"] for row in table(family)]
+ROWS = [(family, *row[:2]) for family in families()["families"] for row in table(family)]
 
 
 @dataclass
@@ -46,7 +46,12 @@ class Held:
 def example(name: str, operation: str) -> tuple[str, torch.Tensor]:
     """A parameter of a row of a table, with numbers that tell where they belong; padding is 0."""
     leaf = "bias" if "<leaf>" in name and "linear_fc2" in name else "weight"
-    name = name.replace("<layer>", "3").replace("<mtp>", "0").replace("<expert>", "1").replace("<leaf>", leaf)
+    name = (
+        name.replace("mtp.layers.<layer>", "mtp.layers.0")
+        .replace("<layer>", "3")
+        .replace("<expert>", "1")
+        .replace("<leaf>", leaf)
+    )
     height = HEIGHTS[operation.removesuffix("_t")]
     is_vector = "norm" in name or leaf == "bias" or "bias" in name or "softmax_offset" in name
     whole = torch.arange(1.0, 1 + height * (1 if is_vector else 8)).view((height,) if is_vector else (height, 8))
@@ -138,7 +143,7 @@ def test_transformers_converters_read_the_same_tensors(family):
         if type(each).__name__ == "WeightConverter"
         for source in each.source_patterns
     }
-    theirs = {name for row in table(family) for name in row.theirs if "<expert>" in name}
+    theirs = {name for _, _, *row in table(family) for name in row if "<expert>" in name}
     assert len(sources) == 3
     assert {source for source in sources for name in theirs if name.endswith(f".{source}")} == sources
     assert {name for source in sources for name in theirs if name.endswith(f".{source}")} == theirs
