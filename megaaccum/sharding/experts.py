@@ -178,12 +178,14 @@ def multiply_apart(chunks: Iterable[torch.nn.Module]) -> None:
         if type(built) is SequentialMLP and type(layer.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             wgrad.install(built)
             built.forward = partial(_forward, layer, built)
-            left -= {id(param) for param in built.parameters()}
+            # The gradient of a bias would be autograd's sum over all calls.
+            left -= {id(param) for name, param in built.named_parameters() if name.endswith("weight")}
     if left:
         raise ConfigError(
             "reproducible layout with expert_model_parallel_size above 1 needs experts that multiply the tokens of each"
-            " rank apart: those of Megatron's local layers (SequentialMLP) with its alltoall dispatcher. Transformer"
-            " Engine's grouped products take all at once. Set transformer_impl to local, or reproducible to none."
+            " rank apart: those of Megatron's local layers (SequentialMLP), with no bias, with its alltoall dispatcher."
+            " Transformer Engine's grouped products take all at once. Set transformer_impl to local, or reproducible to"
+            " none."
         )
 
 

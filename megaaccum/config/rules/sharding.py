@@ -67,6 +67,9 @@ def reproducible(subject: Subject) -> Iterator[str]:
         " rank, which adds them in the order of experts": ep > 1 and dispatcher != "alltoall",
         f"{spread} transformer_impl transformer_engine: its grouped products multiply the tokens of several ranks at"
         " once": ep > 1 and model.transformer_impl == "transformer_engine",
+        f"{spread} add_bias_linear: the gradient of an expert's bias is one sum over the tokens of several ranks": (
+            ep > 1 and model.add_bias_linear and not subject.own_model
+        ),
         f"{spread} sync streaming: it adds up the gradients of an expert's ranks before they are released": (
             ep > 1 and sharding.sync == "streaming"
         ),

@@ -106,6 +106,7 @@ BROKEN: list[Case] = [
     ("blocks", 2, SAME | dict(context_parallel_size=2, qk_layernorm=True), ["blocks 2", "qk_layernorm"]),
     ("reproducible", 2, SAME | SPREAD | dict(moe_token_dispatcher_type="allgather"), ["allgather", "order of experts"]),
     ("reproducible", 2, SAME | SPREAD | dict(sync="streaming"), ["sync streaming", "an expert's ranks"]),
+    ("reproducible", 2, SAME | SPREAD | dict(add_bias_linear=True), ["add_bias_linear", "an expert's bias"]),
     ("reproducible", 2, SAME | SPREAD | dict(optimizer="muon"), ["optimizer muon", "not compared"]),
     ("reproducible", 2, SAME | OVERLAP, ["overlap_moe_expert_parallel_comm", "in several pieces"]),
     (
