@@ -1,15 +1,16 @@
-"""Five models under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
+"""Six models under many layouts, ten optimizer steps each: one loss, one norm and one model to the bit, or not.
 
-    python -m benchmarks layouts [--model gpt,mtp,own,experts,cut] [--precision fp32,bf16] [--mode layout|none]
+    python -m benchmarks layouts [--model gpt,mtp,own,experts,cut,all] [--precision fp32,bf16] [--mode layout|none]
         [--steps N] [--only WORDS] [--resumed] [--json F]
 
 gpt: LayerNorm, a tied embedding. mtp: RMSNorm, an untied one, two prediction layers. own: benchmarks/own_model.
 experts: four in every layer, with side losses, over ep 1, 2 and 4. cut: gpt by two blocks of columns and two of each
-sequence, over tp and cp 1 and 2. Real text, dropout 0.1, AdamW, gradients clipped in every step. With --resumed, every
-row but the first of its number begins in the middle, with the first one's checkpoint. Each row is a run of `megaaccum
-train`'s parts on ranks of this machine: its last loss and norm, and a digest of all weights and moments. Rows of one
-model and precision with equal numbers of micro-batches per step are compared with the first of them; without
-`reproducible: layout` (--mode none) they differ. Returns 1 where a row of --mode layout differs. CPU lane.
+sequence, over tp and cp 1 and 2. all: experts by such blocks, over ep, tp and cp at once. Real text, dropout 0.1,
+AdamW, gradients clipped in every step. With --resumed, every row but the first of its number begins in the middle, with
+the first one's checkpoint. Each row is a run of `megaaccum train`'s parts on ranks of this machine: its last loss and
+norm, and a digest of all weights and moments. Rows of one model and precision with equal numbers of micro-batches per
+step are compared with the first of them; without `reproducible: layout` (--mode none) they differ. Returns 1 where a
+row of --mode layout differs. CPU lane.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ MODELS = {
     ),
     "cut": "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2",
 }
+MODELS["all"] = f"{MODELS['experts']} {MODELS['cut']} --loss_norm token"
 PP2, PP4 = "--pipeline_model_parallel_size 2", "--pipeline_model_parallel_size 4"
 STREAM, FSDP2 = "--sync streaming", "--backend fsdp2"
 ROWS = (
@@ -137,7 +139,34 @@ CUT_ROWS = (
     (12, 6, f"--pp_microbatches 4 {TP2}"),
     (12, 6, f"--pp_microbatches 4 {CP2}"),
 )
-ROWS_OF = {"experts": EXPERT_ROWS, "cut": CUT_ROWS}
+ALL_ROWS = (
+    (16, 1, "--pp_microbatches 16"),
+    (16, 1, "--pp_microbatches 4 --grad_accum_steps 4 --recompute_granularity full"),
+    (16, 2, f"--pp_microbatches 8 {EP2}"),
+    (16, 2, f"--pp_microbatches 16 {TP2}"),
+    (16, 2, f"--pp_microbatches 16 {CP2}"),
+    (16, 2, f"--pp_microbatches 16 {CP2} {EP2} --zero_stage 1"),
+    (16, 2, f"{PP2} --schedule zbv --pp_microbatches 16"),
+    (16, 4, "--pp_microbatches 4 --zero_stage 2"),
+    (16, 4, f"--pp_microbatches 4 {EP4}"),
+    (16, 4, f"--pp_microbatches 8 {EP2} {TP2}"),
+    (16, 4, f"--pp_microbatches 4 --grad_accum_steps 2 {EP2} {TP2} --zero_stage 2"),
+    (16, 4, f"--pp_microbatches 8 {EP2} {CP2}"),
+    (16, 4, f"--pp_microbatches 8 {EP4} {CP2} --zero_stage 1"),
+    (16, 4, f"--pp_microbatches 16 {TP2} {CP2}"),
+    (16, 4, f"--pp_microbatches 16 {EP2} {TP2} {CP2}"),
+    (16, 4, f"{PP2} --pp_microbatches 8 {EP2} --recompute_granularity full"),
+    (16, 4, f"{PP2} --schedule dualpipev --pp_microbatches 16 {TP2}"),
+    (16, 4, f"{PP2} --schedule zbv --pp_microbatches 16 {EP2} {CP2} --zero_stage 1"),
+    (16, 4, f"{PP2} --schedule zb-h1 --pp_microbatches 16 {CP2} --zero_stage 2"),
+    (16, 4, f"{PP4} --schedule dualpipev --pp_microbatches 16"),
+    (16, 8, f"{PP2} --pp_microbatches 16 {EP2} {TP2} {CP2}"),
+    (16, 8, f"--pp_microbatches 8 {EP4} {TP2} {CP2}"),
+    (12, 1, "--pp_microbatches 12"),
+    (12, 6, f"--pp_microbatches 4 {EP2} {CP2}"),
+    (12, 6, f"--pp_microbatches 4 {TP2} --zero_stage 1"),
+)
+ROWS_OF = {"experts": EXPERT_ROWS, "cut": CUT_ROWS, "all": ALL_ROWS}
 
 
 @dataclass(frozen=True)
@@ -278,7 +307,7 @@ def cuts_of(backend: Any) -> Cuts:
     found: Cuts = {}
     for piece in backend.state():
         param: Any = piece.param
-        if names.is_sharded_over_tp(param) and not names.is_expert(param):
+        if names.is_sharded_over_tp(param):
             stride = 2 if getattr(param, "partition_stride", 1) == 2 else 1
             found[piece.name] = param.partition_dim, stride, tuple(getattr(param, "ds_shape", param.shape))
     return found

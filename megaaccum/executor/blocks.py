@@ -5,13 +5,14 @@ Every matrix is cut into as many blocks as `reproducible_tensor_blocks` says, of
 its shapes are the same whatever tp is. A sum over blocks (the output of a row-parallel layer, the input's gradient of a
 column-parallel one, the exponentials of a softmax over the vocabulary) is made in the order of a binary tree: first
 those of a rank, then the ranks gather each other's sums and add them alike. Attention runs for the heads of a block at
-a time, with the random numbers of the tp rank that it would be.
+a time, with the random numbers of the tp rank that it would be. Experts are cut as dense matrices are.
 
 Every sequence is cut into as many blocks as `reproducible_context_blocks` says, each of one piece from either half, as
 Megatron's zigzag cuts it over cp ranks, and a cp rank has a run of them. What has parameters or draws random numbers
 runs for one block at a time, in the shapes and with the random numbers that it has on a rank with one block, and each
 block's gradient is a leaf of its own in the tree of micro-batches (sharding/sum_tree.py). Queries of a block meet the
-keys and values of the whole sequence, whose gradients are summed over blocks in the order of a binary tree.
+keys and values of the whole sequence, whose gradients are summed over blocks in the order of a binary tree. Balancing
+losses of experts count the tokens of the whole sequence.
 
 Megatron's layers have no types: `Any`.
 """
@@ -22,18 +23,24 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
 from megaaccum.distributed import rng
+from megaaccum.distributed.groups import Seat
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model.attention import causal_mask, whole_sequence
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.platform.replaced import replaced
 
 _OTHER_LAYERS = "needs Megatron's local layers: set transformer_impl to local, and attention_backend to auto or fused"
 
@@ -170,6 +177,25 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
+def _let_ranks_have_all_tokens(layer: Any) -> None:
+    """Let a layer of experts, which are cut as dense matrices are, take the same tokens on all tp ranks, over which
+    Megatron's cuts them. It sums the gradient of a token's weight over an expert's columns: here the weight multiplies
+    what comes out of the expert."""
+    layer.attn_tp_group, layer.router.tp_cp_group = Seat(0, 1), layer.router.cp_group
+    old, groups = layer.token_dispatcher, SimpleNamespace(ep=layer.ep_group, expt_tp=None, tp_ep=layer.ep_group)
+    layer.token_dispatcher = type(old)(
+        layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
+    )
+    for expert in layer.experts.local_experts:
+        expert.forward = partial(_weighted, expert.forward)
+
+
+def _weighted(forward: Callable[..., Any], tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """The output of an expert, times the weights of its tokens."""
+    output, _ = forward(tokens, torch.ones_like(weights))
+    return (output * weights.unsqueeze(-1)).to(output.dtype), None
+
+
 def _losses(count: int, group: dist.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Cross entropy [batch, sequence] of logits [sequence, batch, vocabulary / tp] by blocks of the vocabulary, in FP32
     (float64 of float64)."""
@@ -198,6 +224,8 @@ def cut_columns(chunks: Iterable[torch.nn.Module], blocks: int, tp: dist.Process
                 layer.forward = partial(_column_forward, layer, count, getattr(layer.weight, "partition_stride", 1))
             elif isinstance(module, RowParallelLinear):
                 layer.forward = partial(_row_forward, layer, count)
+            elif isinstance(module, MoELayer):
+                _let_ranks_have_all_tokens(layer)
             if (core := getattr(layer, "core_attention", None)) is not None:
                 name = "attend" if hasattr(core, "attend") else "forward"
                 setattr(core, name, partial(_attend_by_heads, getattr(core, name), core, count, tp.rank() * count))
@@ -246,6 +274,9 @@ class Cut:
 
         if self.count == 1:
             return of_block(0, *inputs, *whole)
+        if not torch.is_grad_enabled():
+            parts = zip(*(self.split(each, dim) for each in inputs), strict=True)
+            return self.joined([of_block(number, *each, *whole) for number, each in enumerate(parts)])
         # The number: so that autograd reaches it if no input needs a gradient.
         output: torch.Tensor = _ByBlock.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
             self, of_block, dim, len(whole), torch.zeros((), requires_grad=True), *inputs, *whole
@@ -315,6 +346,8 @@ def cut_sequences(chunks: Iterable[torch.nn.Module], blocks: int, cp: dist.Proce
         for module in alone:
             if module is not None:
                 module.forward = partial(_by_block, cut, module.forward)
+            if isinstance(module, MoELayer):
+                module.forward = partial(_balanced, cut, module.router, module.forward)
 
 
 def _by_block(cut: Cut, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
@@ -329,6 +362,25 @@ def _by_block(cut: Cut, forward: Callable[..., Any], hidden: torch.Tensor, *args
 
     output = cut(run, hidden)
     return (output, *biases) if biases else output
+
+
+def _balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
+    """The forward of a layer of experts, whose balancing losses compare the scores of a block with the tokens that
+    experts get of the whole sequence."""
+    if cut.count == 1 or not (router.is_aux_loss_enabled() and router.training and torch.is_grad_enabled()):
+        return forward(hidden, *args, **keys)
+    with torch.no_grad():
+        logits, picked = [router.gating(part) for part in cut.split(hidden)], compute_routing_scores_for_aux_loss
+        chosen = [picked(each.flatten(0, 1), router.topk, router.score_function)[0] for each in logits]
+        counts = torch.cat(chosen).view(-1, *logits[0].shape[1:]).sum(dim=0)  # of each row of the micro-batch
+        dist.all_reduce(counts, group=cut.cp)
+
+    def of_sequence(routing_map: torch.Tensor, **_: Any) -> tuple[torch.Tensor, int, int]:
+        tokens, columns = routing_map.shape  # columns: experts, or those of each row
+        return counts.view(-1, columns).sum(dim=0), tokens * cut.count, tokens * cut.blocks
+
+    with replaced(router_module, get_tokens_per_expert_and_token_count=of_sequence):
+        return forward(hidden, *args, **keys)
 
 
 def _embedding(cut: Cut, forward: Callable[..., torch.Tensor], input_ids: Any, position_ids: Any) -> torch.Tensor:

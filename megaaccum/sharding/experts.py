@@ -12,8 +12,9 @@ and reduces experts over a mesh of their own (sharding/fsdp2.py).
 
 A product of all these tokens rounds otherwise than one of a single rank's, and its weight gradient is a sum over
 micro-batches of several. Under `reproducible: layout` (`multiply_apart`) an expert runs for each rank's tokens alone,
-in products of the shapes that they have without expert parallelism, and each weight gradient is a leaf of its own in
-the tree of micro-batches (sum_tree.py). Copies of a token are added on its own rank in the order of experts, as always.
+in products of the shapes that they have without expert parallelism, and each weight gradient, of each block of a
+sequence, is a leaf of its own in the tree of micro-batches (sum_tree.py). Copies of a token are added on its own rank
+in the order of experts, as always.
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SequentialMLP.forward, with a call of each expert for each rank's tokens."""
     counts = _counts(layer.token_dispatcher, layer.num_local_experts)
-    calls = [partial(_call, expert, number) for expert in built.local_experts for number in range(counts.shape[1])]
+    first = wgrad.source() * counts.shape[1]  # of this block of a sequence
+    numbers = range(first, first + counts.shape[1])
+    calls = [partial(_call, expert, number) for expert in built.local_experts for number in numbers]
     stand_in: Any = SimpleNamespace(config=built.config, num_local_experts=len(calls), local_experts=calls)
     output: tuple[torch.Tensor, torch.Tensor | None] = SequentialMLP.forward(stand_in, tokens, counts.ravel(), probs)
     return output

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ def nodes_of(count: int, run: Node) -> tuple[Node, ...]:
 class Runs:
     """The runs of `each` leaves that `ranks` ranks hold, one rank's after the other's. blocks: of each sequence, that
     have gradients of their own; the leaves of the first block come before those of the second. cp: ranks, one after the
-    other, that share a sequence; each has a run in each of its blocks."""
+    other, that share a sequence; each has a run in each of its blocks. sources: ranks, one after the other, that send
+    their tokens to one; it then has the runs of all of them, and is numbered among those like it."""
 
     each: int
     ranks: int
     blocks: int = 1
     cp: int = 1
+    sources: int = 1
 
     @property
     def of_a_block(self) -> int:
@@ -82,27 +85,31 @@ class Runs:
         return self.of_a_block * self.blocks
 
     def starts(self, rank: int) -> list[int]:
-        """The first leaf of each run of a rank."""
-        (first, cp_rank), count = divmod(rank, self.cp), self.blocks // self.cp
-        return [(cp_rank * count + number) * self.of_a_block + first * self.each for number in range(count)]
+        """The first leaf of each run of a rank: of the first block, those of all sources, and so on."""
+        count, found = self.blocks // self.cp, []
+        for number, source in product(range(count), range(rank * self.sources, (rank + 1) * self.sources)):
+            first, cp_rank = divmod(source, self.cp)
+            found.append((cp_rank * count + number) * self.of_a_block + first * self.each)
+        return found
 
     def nodes(self, rank: int) -> tuple[Node, ...]:
         """The nodes of a rank's runs that remain when all possible additions are done."""
-        starts = self.starts(rank)
-        if self.each == self.of_a_block:  # one run ends where the next begins
-            return nodes_of(self.leaves, (starts[0], starts[-1] + self.each))
-        return tuple(node for start in starts for node in nodes_of(self.leaves, (start, start + self.each)))
+        runs: list[Node] = []
+        for start in sorted(self.starts(rank)):
+            joins = runs and runs[-1][1] == start  # one run ends where the next begins
+            runs.append((runs.pop()[0] if joins else start, start + self.each))
+        return tuple(node for run in runs for node in nodes_of(self.leaves, run))
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How many nodes each rank has."""
-        return tuple(len(self.nodes(rank)) for rank in range(self.ranks))
+        return tuple(len(self.nodes(rank)) for rank in range(self.ranks // self.sources))
 
     def add(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum, in a precision, of `rows` [nodes of all ranks, elements], one rank's after the other's, which are
         overwritten. Sums of fewer than all are in the precision of the rows."""
         tree = SumTree(self.leaves, None if rows.dtype is dtype else rows.dtype)
-        nodes = [node for rank in range(self.ranks) for node in self.nodes(rank)]
+        nodes = [node for rank in range(self.ranks // self.sources) for node in self.nodes(rank)]
         for node, row in zip(nodes, rows, strict=True):
             tree.add(node, row)
         total = tree.total()
@@ -225,9 +232,8 @@ class MicrobatchSums(AnyOrder):
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
     backward, and given back as the sum when the last has come; where this rank's run is several subtrees, as that of
     the first, and `others` has the rest. rounded: as SumTree's. rank, ranks: among those that each have a run.
-    experts: both of experts with ranks of their own. Such a rank has the runs of all that send it
-    tokens, one after the other, and gradients of each of them (`wgrad.tokens_from`). blocks, cp: as those of Runs;
-    gradients of a rank's blocks come from them alike.
+    blocks, cp: as those of Runs. sources: as its, of experts with ranks of their own. Gradients of each of a
+    rank's runs come from its number (`wgrad.tokens_from`).
     """
 
     in_one_order = True
@@ -238,15 +244,15 @@ class MicrobatchSums(AnyOrder):
         *,
         rank: int = 0,
         ranks: int = 1,
-        experts: tuple[int, int] = (0, 1),
         blocks: int = 1,
         cp: int = 1,
+        sources: int = 1,
     ) -> None:
         self.rounded = rounded
         self.count = 1
         """This rank's micro-batches of the step."""
         self._rank, self._ranks = rank, ranks
-        self._experts, self._blocks, self._cp = experts, blocks, cp
+        self._blocks, self._cp, self._sources = blocks, cp, sources
         self._first = self._forward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
@@ -263,15 +269,13 @@ class MicrobatchSums(AnyOrder):
         if not plan.in_runs:
             return cls(rounded)
         dense, blocks = groups.dp_cp, sharding.reproducible_context_blocks or 1
-        experts = (groups.expert_dp.rank(), groups.expert_dp.size()) if plan.layout.ep > 1 else (0, 1)
-        return cls(rounded, rank=dense.rank(), ranks=dense.size(), experts=experts, blocks=blocks, cp=plan.layout.cp)
+        cp, ep = plan.layout.cp, plan.layout.ep
+        return cls(rounded, rank=dense.rank(), ranks=dense.size(), blocks=blocks, cp=cp, sources=ep)
 
     def _runs_of(self, param: torch.nn.Parameter | None) -> tuple[Runs, int]:
         """The runs of the ranks that hold a parameter, and which of them is this rank's."""
-        if param is None or not names.is_expert(param):
-            return Runs(self.count, self._ranks, self._blocks, self._cp), self._rank
-        rank, ranks = self._experts
-        return Runs(self.count * self._ranks // ranks, ranks), rank
+        sources = self._sources if param is not None and names.is_expert(param) else 1
+        return Runs(self.count, self._ranks, self._blocks, self._cp, sources), self._rank // sources
 
     def num_parts(self, param: torch.nn.Parameter | None = None) -> int:
         """Number of sums of this rank's runs of gradients of `param`, by default of a dense parameter."""
@@ -331,12 +335,10 @@ class MicrobatchSums(AnyOrder):
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> bool:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
-        (runs, rank), source = self._runs_of(param), wgrad.source()
-        starts = runs.starts(rank)
+        runs, rank = self._runs_of(param)
         if id(param) not in self._trees:
             self._trees[id(param)] = SumTree(runs.leaves, self.rounded, nodes=runs.nodes(rank))
-        start = starts[source] if len(starts) > 1 else starts[0] + source * self.count
-        return self._trees[id(param)].add(start + self.of_backward, grad)
+        return self._trees[id(param)].add(runs.starts(rank)[wgrad.source()] + self.of_backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""
@@ -387,8 +389,8 @@ def order_of(plan: Plan, group: dist.ProcessGroup) -> Order | None:
     """The order in which `plan` adds rows from the ranks of `group`; None leaves it to the collective."""
     sharding = plan.config.sharding
     if sharding.reproducible == "layout":
-        each = plan.batch.num_microbatches * plan.layout.dp * plan.layout.cp // group.size()
-        runs = Runs(each, group.size(), sharding.reproducible_context_blocks or 1, plan.layout.cp)
+        each, ranks, cp = plan.batch.num_microbatches, plan.layout.dp * plan.layout.cp, plan.layout.cp
+        runs = Runs(each, ranks, sharding.reproducible_context_blocks or 1, cp, ranks // group.size())
         return Order(runs.counts, runs.add)
     return Order([1] * group.size(), in_rank_order) if sharding.deterministic else None
 

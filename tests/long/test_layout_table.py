@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
+from benchmarks import layouts
 from tests.multiproc.test_layouts import (
     BF16,
     COLUMNS,
@@ -17,6 +20,7 @@ from tests.multiproc.test_layouts import (
     OWN,
     PP,
     RMS,
+    SHARED,
     STEPS,
     TP2,
     TWELVE,
@@ -60,6 +64,15 @@ ROWS = [
     row(4, "--pp_microbatches 8 " + CP2, FOURS),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", COLUMNS),
 ]
+ROWS += [
+    row(4, "--pp_microbatches 16 " + TP2 + CP2 + EP2, CUT + EXPERTS),
+    row(4, PP + "--schedule zbv --pp_microbatches 16 " + EP2 + CP2, CUT + EXPERTS + SHARED + BF16),
+    row(4, "--pp_microbatches 8 --zero_stage 1 " + TP2, CUT + EXPERTS + SHARED + BF16),
+    row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS + EXPERTS + "--moe_ffn_hidden_size 64 "),
+    row(4, "--pp_microbatches 8 " + EP2 + CP2, CUT + EXPERTS + HALF),
+    row(4, "--pp_microbatches 4 " + EP4, FOURS + EXPERTS),
+    row(4, "--pp_microbatches 16 --recompute_granularity full " + CP4 + EP2, FOURS + EXPERTS),
+]
 OWN_ROWS = [
     row(4, "--pp_microbatches 4 ", OWN + BF16),
     row(4, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", OWN + BF16),
@@ -82,3 +95,14 @@ def measured() -> dict[Case, Outcome]:
 @pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)
 def test_every_layout_is_one_process_to_the_bit(case, measured):
     assert measured[case] == one_process(case.model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_digest_over_every_kind_of_ranks(precision, tmp_path):
+    """Experts over ep 1, 2 and 4, tp 1 and 2, cp 1 and 2, with dropout; every row but the first of its number begins
+    in the middle, with the first one's checkpoint."""
+    args = Namespace(mode="layout", steps=4, resumed=True, only="")
+    rows = list(layouts.measured("all", precision, args, str(tmp_path)))
+    for count, least in ((16, 20), (12, 3)):
+        found = [row for row in rows if row.num_microbatches == count]
+        assert len(found) >= least and [row.layout for row in found if not layouts.same(row, found[0])] == []

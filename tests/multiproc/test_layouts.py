@@ -35,6 +35,7 @@ EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
 """A model that computes by two blocks of columns and two of each sequence."""
+SHARED = "--moe_shared_expert_intermediate_size 64 --moe_router_load_balancing_type seq_aux_loss "
 COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 "),
@@ -61,6 +62,8 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS),
     row(4, "--pp_microbatches 8 --zero_stage 1 " + CP2, CUT + BF16),
     row(4, "--pp_microbatches 16 --recompute_granularity full " + TP2 + CP2, CUT + BF16),
+    row(4, "--pp_microbatches 8 " + TP2 + EP2, CUT + EXPERTS),
+    row(4, "--pp_microbatches 8 --zero_stage 2 " + CP2 + EP4, CUT + EXPERTS + BF16),
 ]
 OWN_ROWS = [
     row(4, "--pp_microbatches 4 ", OWN),
@@ -237,6 +240,32 @@ def experts_at_once() -> Iterator[None]:
         yield
 
 
+def blocks_for_sources() -> Iterator[None]:
+    """Two ranks send an expert the tokens of two blocks, whose gradients are those of two ranks' first blocks."""
+    from megaaccum.sharding import experts
+
+    call, swapped = experts._call, (0, 2, 1, 3)
+    with patch.object(experts, "_call", lambda expert, number, *args: call(expert, swapped[number], *args)):
+        yield
+
+
+def weights_over_columns() -> Iterator[None]:
+    """An expert multiplies its columns by the weights of tokens, as Megatron's does, whose gradient then is a sum over
+    the columns of a rank."""
+    from megaaccum.executor import blocks
+
+    with patch.object(blocks, "_weighted", lambda forward, tokens, weights: forward(tokens, weights)):
+        yield
+
+
+def balanced_by_block() -> Iterator[None]:
+    """The balancing loss of a block counts the tokens of a rank's block alone."""
+    from megaaccum.executor import blocks
+
+    with patch.object(blocks, "_balanced", lambda cut, router, forward, *args, **keys: forward(*args, **keys)):
+        yield
+
+
 def columns_at_once() -> Iterator[None]:
     """A rank multiplies all its columns at once."""
     from megaaccum.executor import blocks
@@ -306,6 +335,9 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
         (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
         (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
         (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
+        (blocks_for_sources, row(2, "--pp_microbatches 8 " + EP2, CUT + EXPERTS), "gradient"),
+        (weights_over_columns, row(1, "--pp_microbatches 16 ", CUT + EXPERTS), "gradient"),
+        (balanced_by_block, row(2, "--pp_microbatches 8 ", CUT + EXPERTS), "gradient"),
         (columns_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
         (sequences_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
         (masks_of_the_rank, row(2, "--pp_microbatches 16 " + TP2, CUT), "losses"),
@@ -325,6 +357,8 @@ def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
             Case(4, "--pp_microbatches 4 " + SAME, model + RMS.removeprefix(BF16) + "--swiglu --ffn_hidden_size 64 "),
             Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME, model + untied),
             Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 4 " + EXPERTS),
+            Case(4, "--pp_microbatches 4 " + TP2 + EP2 + SAME, model + EXPERTS),
+            Case(4, "--pp_microbatches 4 " + CP2 + EP2 + SAME, model + EXPERTS + SHARED),
         ]
     )
 

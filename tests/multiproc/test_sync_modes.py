@@ -92,6 +92,13 @@ CASES = {
     "experts": Case(4, FLAT, EXPERTS),
     "experts spread": Case(4, FLAT + "--expert_model_parallel_size 2", EXPERTS),
     "experts spread in one order": Case(4, FLAT + SAME + "--expert_model_parallel_size 2", EXPERTS),
+    "experts spread in one order, sequences in blocks": Case(
+        4, FLAT + SAME + "--expert_model_parallel_size 2 --reproducible_context_blocks 2", EXPERTS
+    ),
+    "experts spread in one order, sequences cut": Case(
+        4, FLAT + SAME + "--expert_model_parallel_size 2 --context_parallel_size 2", EXPERTS
+    ),
+    "experts in one order, columns cut": Case(4, FLAT + SAME + COLUMNS + "--tensor_model_parallel_size 2", EXPERTS),
     "zero-3 in one order, sequences in blocks": Case(4, FLAT + SAME + "--reproducible_context_blocks 2", UNTIED),
     "zero-3 in one order, sequences cut": Case(4, FLAT + SAME + "--context_parallel_size 2", UNTIED),
     "zero-1 in one order, in blocks of columns": Case(4, FLAT + SAME + COLUMNS + "--zero_stage 1", UNTIED),

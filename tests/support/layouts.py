@@ -72,5 +72,5 @@ def outcomes_by_case(starts: Sequence[tuple[int, list[Case]]], steps: int) -> di
     """The outcome of each case. starts: numbers of ranks, and the cases that one start of them takes."""
     found: dict[Case, Outcome] = {}
     for ranks, cases in starts:
-        found |= zip(cases, run_ranks(outcomes, ranks, cases, steps, timeout=150)[0], strict=True)
+        found |= zip(cases, run_ranks(outcomes, ranks, cases, steps, timeout=60 + 10 * len(cases))[0], strict=True)
     return found

@@ -137,9 +137,10 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
 
 
 def experts_with_tensor_parallel(subject: Subject) -> Iterator[str]:
-    """Megatron-core's MoE layer refuses to train under tensor parallelism without sequence parallelism."""
-    tp = subject.parallel.tensor_model_parallel_size
-    if subject.model.num_experts and tp > 1 and not subject.parallel.sequence_parallel:
+    """Megatron-core's MoE layer refuses to train under tensor parallelism without sequence parallelism, but for layers
+    that compute by blocks (executor/blocks.py)."""
+    tp, cuts = subject.parallel.tensor_model_parallel_size, subject.parallel.sequence_parallel
+    if subject.model.num_experts and tp > 1 and not cuts and subject.sharding.reproducible == "none":
         yield f"num_experts with tensor_model_parallel_size {tp} needs sequence_parallel: set it to true."
 
 

@@ -113,9 +113,12 @@ def blocks(subject: Subject) -> Iterator[str]:
     sharding, parallel, model = subject.sharding, subject.parallel, subject.model
     columns, sequences = sharding.reproducible_tensor_blocks or 1, sharding.reproducible_context_blocks or 1
     te, optimizer = model.transformer_impl == "transformer_engine", subject.optimizer.optimizer
+    etp, capacity = parallel.expert_tensor_parallel_size, model.moe_expert_capacity_factor
     widths = (
         ("tensor", "num_query_groups", model.num_query_groups or 0, columns),
         ("tensor", "ffn_hidden_size", model.ffn_hidden_size or 0, 32 * columns),
+        ("tensor", "moe_ffn_hidden_size", model.moe_ffn_hidden_size or 0, 32 * columns),
+        ("tensor", "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size or 0, 32 * columns),
         ("tensor", "make_vocab_size_divisible_by", model.make_vocab_size_divisible_by, 32),
         ("context", "seq_length", model.seq_length or 0, 2 * sequences),
     )
@@ -123,7 +126,9 @@ def blocks(subject: Subject) -> Iterator[str]:
         "sequence_parallel: ranks then have other parts of a sequence, and norms sum over them": (
             parallel.sequence_parallel
         ),
-        "num_experts: routers count the tokens of a whole part of a sequence": model.num_experts is not None,
+        f"expert_tensor_parallel_size {etp}: the ranks that share a dense matrix have the same tokens, so they share"
+        " an expert's too": etp != parallel.tensor_model_parallel_size and model.num_experts is not None,
+        "moe_shared_expert_overlap: their own calls sum over ranks": "moe_shared_expert_overlap" in subject.megatron,
         "multi_latent_attention: all heads share its keys' rotated part": model.multi_latent_attention,
         "qk_layernorm: its gradient is a sum over heads": model.qk_layernorm,
         f"mtp_num_layers {model.mtp_num_layers}: prediction layers are not cut into blocks": bool(model.mtp_num_layers),
@@ -141,6 +146,14 @@ def blocks(subject: Subject) -> Iterator[str]:
         "attention_backend unfused: it has one causal mask, for whole sequences": model.attention_backend == "unfused",
         "loss_norm microbatch: it divides a part's loss before the parts are added": (
             subject.batch.loss_norm == "microbatch"
+        ),
+        f"moe_expert_capacity_factor {capacity}: it is a share of a rank's tokens": capacity is not None,
+        "moe_router_load_balancing_type sinkhorn: it balances a whole part of a sequence": (
+            "sinkhorn" in model.moe_router_load_balancing_type and model.num_experts is not None
+        ),
+        "moe_input_jitter_eps: routers draw for a whole part of a sequence": "moe_input_jitter_eps" in subject.megatron,
+        "recompute_modules moe: a router then runs again without the counts of the sequence": (
+            model.recompute_granularity == "selective" and "moe" in (model.recompute_modules or ())
         ),
         "reset_attention_mask: documents end elsewhere than blocks": subject.data.reset_attention_mask,
         "a model of your own: its layers are not known": subject.own_model,

@@ -271,7 +271,8 @@ class MemoryModel:
         dense = per.partial_sums(params.plain, _of_several(waiting, blocks), final * np.where(at.dp > 1, blocks, 1))
         # An expert has the micro-batches of all ranks that send it tokens, some of each.
         sources = np.maximum(1, at.dp * at.cp // at.edp)
-        return dense + per.partial_sums(params.expert, _of_several(waiting, sources), final)
+        apart = np.where(at.dp > 1, blocks * np.minimum(sources, at.cp), 1)
+        return dense + per.partial_sums(params.expert, _of_several(waiting, sources * blocks), final * apart)
 
     def _blocks(self, at: Layouts) -> Any:
         """Blocks of a sequence, each with a sum of its own, that a rank has."""

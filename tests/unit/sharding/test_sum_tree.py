@@ -131,6 +131,35 @@ def test_blocks_of_sequences_make_one_tree(each, dp, cp, blocks):
     assert runs.counts == sums_of_runs(each, dp * cp, blocks // cp, cp)
 
 
+@pytest.mark.parametrize(
+    ("each", "dp", "cp", "blocks", "sources"),
+    [
+        (4, 2, 1, 1, 2),
+        (4, 2, 2, 2, 2),
+        (4, 2, 2, 2, 4),
+        (2, 4, 1, 2, 2),
+        (4, 1, 2, 2, 2),
+        (3, 3, 2, 2, 3),
+        (2, 4, 2, 4, 4),
+    ],
+)
+def test_the_runs_of_ranks_that_send_to_one_make_the_same_tree(each, dp, cp, blocks, sources):
+    """An expert's gradients, whose tokens come from several ranks, each with blocks of sequences."""
+    parts, runs = leaves(each * dp * blocks), Runs(each, dp * cp, blocks, cp, sources)
+    rows, found = [], []
+    for rank in range(runs.ranks // sources):
+        mine = SumTree(runs.leaves, nodes=runs.nodes(rank))
+        found += [start + index for index in range(each) for start in runs.starts(rank)]
+        for leaf in found[-each * len(runs.starts(rank)) :]:
+            mine.add(leaf, parts[leaf].clone())
+        rows += [total for total in mine.totals() if total is not None]
+    assert sorted(found) == list(range(len(parts))) and len(rows) == sum(runs.counts)
+    assert torch.equal(runs.add(torch.stack(rows), torch.float32), summed(parts, list(range(len(parts)))))
+    alone = Runs(each, dp * cp, blocks, cp)
+    of_all = [alone.starts(source)[0] for source in range(sources)]
+    assert runs.starts(0)[:sources] == of_all, "of one block, those of all ranks"
+
+
 def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
     """Rank 1 of three, with four micro-batches each: of twelve, 4 and 5 have a node, 6 and 7 are in two others."""
     sums, param, parts = MicrobatchSums(rank=1, ranks=3), torch.nn.Parameter(torch.zeros(7)), leaves(12)
