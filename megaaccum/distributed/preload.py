@@ -70,7 +70,8 @@ def libraries(*more: str) -> None:
             for name in (*LIBRARIES, *more):
                 importlib.import_module(name)
         check_versions()
-    zero.without_shared_memory_operator()  # before the first deepspeed.init_distributed, which would compile it
+    pytorch.compile_nothing_of("megaaccum", "deepspeed")  # once for all forks
+    zero.tame_deepspeed()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.tame_gloo()
     freeze_objects()
 

@@ -34,7 +34,7 @@ and the names of their parts in Megatron's local layers."""
 
 def as_in_local_layers(name: str) -> str:
     """A parameter's name in a chunk of Transformer Engine's layers, as a chunk of Megatron's local ones has it."""
-    for fused, parts in _IN_LOCAL_LAYERS.items():
+    for fused, parts in _IN_LOCAL_LAYERS.items() if "layer_norm_" in name or "experts." in name else ():
         name = re.sub(fused, parts, name)
     return name
 

@@ -48,7 +48,6 @@ def build(
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
         for param in chunk.parameters():
             param.data = param.data.contiguous()  # flattened, it is cut
-    pytorch.compile_nothing_of("megaaccum", "deepspeed")
     prepare_latent_attention(chunks)
     sharding = plan.config.sharding
     if (columns := sharding.reproducible_tensor_blocks or 1) > 1:

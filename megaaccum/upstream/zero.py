@@ -30,16 +30,19 @@ def check() -> list[str]:
     return missing("zero")
 
 
-def without_shared_memory_operator() -> None:
-    """Keep DeepSpeed from compiling its shared-memory sum at every start on a CPU.
+def tame_deepspeed() -> None:
+    """Keep DeepSpeed from what it does at every start for nothing: its shared-memory sum, which it compiles on a CPU,
+    and the text of ZeRO-3's arguments, with every parameter's numbers, that it makes and does not print (deepspeed
+    0.19: `print_rank_0(f"... {locals()}", force=False)`), a third of a small model's start.
 
-    Only `inference_all_reduce` uses it (deepspeed/comm/torch.py); for training it is half a minute of C++ at the first
-    start, 70 MB of /dev/shm per rank, and, when a start is killed while it compiles, a lock file on which every later
-    start waits for ever.
+    Only `inference_all_reduce` uses the sum (deepspeed/comm/torch.py); for training it is half a minute of C++ at the
+    first start, 70 MB of /dev/shm per rank, and, when a start is killed while it compiles, a lock file on which every
+    later start waits for ever.
     """
     # As an attribute of deepspeed.comm, `torch` is the library itself.
-    backend: Any = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
+    for name in ("stage3", "parameter_offload"):
+        vars(importlib.import_module(f"deepspeed.runtime.zero.{name}"))["locals"] = dict  # hides Python's own there
 
 
 EXPERTS = "megaaccum_experts"

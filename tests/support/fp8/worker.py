@@ -55,7 +55,7 @@ def prepare() -> None:
     from megaaccum.pretrain.model import machine
     from megaaccum.upstream import pytorch, zero
 
-    zero.without_shared_memory_operator()
+    zero.tame_deepspeed()
     pytorch.tame_gloo()
     problem = machine.device_problem
     machine.device_problem = lambda recipe, capability, cuda: problem(recipe, (9, 0), "13.0")  # as te_on_cpu plays
