@@ -17,7 +17,7 @@ CELLS = list(
 )
 CELLS.append(("gpt_oss", "tp2"))
 TRAINED = ("llama", "deepseek_v3", "gpt_oss")
-STEPS = 20
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
