@@ -175,7 +175,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "fall", "run"),
     [
-        ("sft", 0.4, run_command),
+        ("sft", 0.4, run_on_ranks),
         ("grpo", 0.05, run_on_ranks),
         ("hf_zero3", 0.2, run_on_ranks),
         ("megatron_loop", 0.3, run_command),
@@ -183,8 +183,9 @@ def folder(tmp_path):
     ],
 )
 def test_losses_fall_under_the_command_that_is_shown(name, fall, run, folder):
-    """One program around the engine and one around Megatron's loop are started by torchrun itself. Two steps are
-    compared, because rl_worker takes the halves of its batch in turn."""
+    """One program around Megatron's loop is started by torchrun itself; around the engine those of the README
+    (test_snippets.py) and of the test of megatron_gpt below are. Two steps are compared, because rl_worker takes the
+    halves of its batch in turn."""
     if name == "hf_zero3":
         pytest.importorskip("transformers", reason="not installed: transformers")
     (command,) = commands_of(name)
