@@ -177,19 +177,25 @@ def frames_of(flags: str, folder: str) -> dict[str, list[str]]:
         patch.object(GptForwardStep, "__call__", called),
         patch.object(ForwardBackward, "__call__", run_flush),
     ):
-        main([*flags.split(), "--output_dir", folder, "--data_cache_path", f"{folder}/cache"])
+        main([*flags.split(), "--output_dir", folder])
     return found
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """The folder in which the first run builds the embedded text, for all."""
+    return tmp_path_factory.mktemp("texts")
+
+
 @pytest.mark.parametrize("schedule", ["none", "1f1b", "interleaved", "zbv", "dualpipev"])
-def test_frames_from_the_training_loop_to_the_schedule_and_to_the_users_forward(schedule: str, tmp_path):
+def test_frames_from_the_training_loop_to_the_schedule_and_to_the_users_forward(schedule: str, tmp_path, texts):
     pp = 1 if schedule == "none" else 2
     named = {"none": "", "interleaved": "--virtual_pipeline_model_parallel_size 2"}
     layout = named.get(schedule, f"--schedule {schedule}")
     flags = (
         f"--pipeline_model_parallel_size {pp} {layout} --num_layers 4 --hidden_size 32 --num_attention_heads 2"
         " --seq_length 16 --micro_batch_size 1 --global_batch_size 4 --train_iters 1 --lr 0.001 --no-save-at-end"
-        " --eval_interval 0"
+        f" --eval_interval 0 --data_cache_path {texts}"
     )
     for found in run_ranks(frames_of, pp, flags, str(tmp_path / "run"), timeout=90):
         assert len(found["schedule"]) <= 4, found["schedule"]
