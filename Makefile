@@ -56,8 +56,9 @@ quick-rest: setup
 	$(BIN)/python -m pytest -q tests/unit $(LONG:%=--ignore %) tests/multiproc/test_backend_table.py::test_one_cell_per_backend
 
 # Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
-# Each part reports at its end; the longest come first. `python -m pytest` is the same in one process.
-PARTS := e-h s-t m-o rest a-d i-l p-r u-z
+# Each part reports at its end; the longest come first. A part costs 15 seconds of imports and collecting.
+# `python -m pytest` is the same in one process.
+PARTS := e-h i-o s-t p-ru-z a-d rest
 
 test-rest test-%: export OMP_NUM_THREADS = 1
 
