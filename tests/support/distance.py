@@ -7,7 +7,7 @@ with its own norm.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +47,7 @@ def measured(cases: list[Case]) -> dict[Case, list[str]]:
     """The problems of each case, after one start of ranks; all cases have one world size."""
     (world_size,) = {case.world_size for case in cases}
     by_rank = run_ranks(gradients, world_size, cases, timeout=60 + 10 * len(cases))
+    _compute(dict.fromkeys(key for case in cases for key in _keys_of(case)))
     return {case: problems(case, list(ranks)) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)}
 
 
@@ -84,13 +85,31 @@ def _far_parameters(case: Case, ranks: list[Gradient], exact: Reference, near: R
 
 def both_references(case: Case, batch: int | tuple[int, ...] | None = None) -> tuple[Reference, Reference]:
     """One process in float64, and in the precision of the case's lane, on the same global batch."""
+    exact, near = _keys_of(case, batch)
+    return one_process_reference(*exact), one_process_reference(*near)
+
+
+Key = tuple[str, int | tuple[int, ...], str]
+"""Model flags, global batch and precision of a reference."""
+_references: dict[Key, Reference] = {}
+
+
+def _keys_of(case: Case, batch: int | tuple[int, ...] | None = None) -> tuple[Key, Key]:
     batch = batch or case.plan().batch.global_batch_size
-    return one_process_reference(case.model, batch, "fp64"), one_process_reference(case.model, batch, case.lane)
+    return (case.model, batch, "fp64"), (case.model, batch, case.lane)
 
 
-@cache
+def _compute(keys: Iterable[Key]) -> None:
+    """Compute the references that are not there yet, in one start of a rank."""
+    wanted = [key for key in keys if key not in _references]
+    if wanted:
+        _references.update(zip(wanted, run_ranks(references, 1, wanted, timeout=60 + 10 * len(wanted))[0], strict=True))
+
+
 def one_process_reference(model: str, global_batch: int | tuple[int, ...], dtype: str) -> Reference:
-    return run_ranks(references, 1, [(model, global_batch, dtype)])[0][0]
+    key = (model, global_batch, dtype)
+    _compute([key])
+    return _references[key]
 
 
 def _scalar_problems(case: Case, ranks: list[Gradient], exact: Gradient) -> list[str]:
