@@ -13,7 +13,8 @@ import torch
 
 from tests.support.parity import Case, Cut, Gradient, Reference, Rig, named, one_process, plain_loop, stack
 
-STEPS = 10
+STEPS = 5
+"""Steps of a cell; the whole table (tests/long) takes ten."""
 KINDS = ("param", "momentum_buffer", "exp_avg", "exp_avg_sq")
 FLAGS = (
     "--optimizer muon --muon_fp32_matmul_prec highest --muon_extra_scale_factor 0.2 --lr 2e-3 --weight_decay 0.1"
@@ -25,7 +26,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """{name/kind: this tp rank's part} of weights and the optimizer's tensors after `STEPS` steps, and what was counted
+    """{name/kind: this tp rank's part} of weights and the optimizer's tensors after some steps, and what was counted
     on this rank."""
 
     tensors: dict[str, torch.Tensor]
@@ -53,9 +54,9 @@ def frozen(pattern: str) -> Iterator[None]:
         yield
 
 
-def train(cells: list[tuple[Case, str]]) -> list[Trained]:
-    """STEPS steps of each (case, frozen parameters) on this rank."""
-    return [train_one(case, freeze) for case, freeze in cells]
+def train(cells: list[tuple[Case, str]], steps: int = STEPS) -> list[Trained]:
+    """Steps of each (case, frozen parameters) on this rank."""
+    return [train_one(case, freeze, steps) for case, freeze in cells]
 
 
 def train_one(case: Case, freeze: str = "", steps: int = STEPS) -> Trained:
@@ -81,7 +82,7 @@ def trained(rig: Rig) -> Trained:
     return Trained(tensors, updates.num_calls, rig.groups.tp.rank(), updates.summary)
 
 
-def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str) -> tuple[Reference, int]:
+def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str, steps: int) -> tuple[Reference, int]:
     """The same steps by emerging-optimizers on whole matrices, on the full batch, and the number of these matrices."""
     from megaaccum.lab.verification.reference import add, clip_factor, norm_of
     from megaaccum.lab.verification.subject import optimizer_of
@@ -92,7 +93,7 @@ def train_in_one_process(model: str, global_batch: int, dtype: str, freeze: str)
     with frozen(freeze):
         chunk, plan = one_process(model, dtype)
     loop = plain_loop(chunk, plan, optimizer=lambda named: optimizer_of(named, plan))
-    for step in range(STEPS):
+    for step in range(steps):
         batch = stack(range(step * global_batch, (step + 1) * global_batch))
         parts, grads = microbatches_of(plan, batch), {}
         for part in parts:
@@ -283,14 +284,14 @@ def cells() -> list[Cell]:
     return found + [cell(backend, variant, "fp64") for backend, variant in exact if MOE not in VARIANTS[variant]]
 
 
-def problems(chosen: list[Cell]) -> list[str]:
-    """Differences of these cells from one process, as sentences."""
+def problems(chosen: list[Cell], steps: int = STEPS) -> list[str]:
+    """Differences of these cells from one process after `steps` steps, as sentences."""
     from megaaccum.lab.verification.testing import run_ranks
 
-    by_rank = run_ranks(train, 4, [(each.case, each.frozen) for each in chosen], timeout=400)
+    by_rank = run_ranks(train, 4, [(each.case, each.frozen) for each in chosen], steps, timeout=400)
     keys = {each: reference_of(each) for each in chosen}
     wanted = list(dict.fromkeys(keys.values()))
-    exact = dict(zip(wanted, run_ranks(references, 1, wanted, timeout=200)[0], strict=True))
+    exact = dict(zip(wanted, run_ranks(references, 1, wanted, steps, timeout=200)[0], strict=True))
     found = []
     for each, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
         reference, number = exact[keys[each]]
@@ -301,8 +302,8 @@ def problems(chosen: list[Cell]) -> list[str]:
             if not error <= each.tolerance:
                 found.append(f"{each}: {kind} is {error:.1e} from one process")
         calls = sum(rank.num_calls for rank in ranks)
-        if calls != number * STEPS:
-            found.append(f"{each}: {calls} iterations of {number} matrices in {STEPS} steps")
+        if calls != number * steps:
+            found.append(f"{each}: {calls} iterations of {number} matrices in {steps} steps")
     return found
 
 
@@ -312,8 +313,8 @@ def reference_of(each: Cell) -> tuple[str, int, str, str]:
     return each.case.model, each.case.plan().batch.global_batch_size, dtype, each.frozen
 
 
-def references(wanted: list[tuple[str, int, str, str]]) -> list[tuple[Reference, int]]:
-    return [train_in_one_process(*each) for each in wanted]
+def references(wanted: list[tuple[str, int, str, str]], steps: int) -> list[tuple[Reference, int]]:
+    return [train_in_one_process(*each, steps) for each in wanted]
 
 
 # --- bytes, memory and bits -------------------------------------------------------------------------------------------
