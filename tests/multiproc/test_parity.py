@@ -19,7 +19,8 @@ def cell(
 ):
     layout = f"--pipeline_model_parallel_size {pp} --grad_accum_steps {ga} --pp_microbatches {pp_microbatches} {flags}"
     interleaved = f" --virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
-    return Case(pp * dp, layout + interleaved, model, lane)
+    layers = "--num_layers 4 " if pp * vpp < 4 else ""  # two of a chunk, or more
+    return Case(pp * dp, layout + interleaved, layers + model, lane)
 
 
 def splits(layout: tuple[int, int, int], lane: str) -> list[Case]:
