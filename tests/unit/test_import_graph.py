@@ -61,10 +61,12 @@ def names(node: ast.AST) -> set[str]:
 def imports(tree: ast.AST, inside: bool = False, *, types: bool = False) -> Iterator[tuple[str, bool]]:
     """(module of ours, whether the import is inside a function) of a file. types: those for type checkers too."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # has no statements in it
+            continue
         if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield from ((name, inside) for name in names(node))
-        within = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        within = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         yield from imports(node, within, types=types)
 
 
