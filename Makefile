@@ -61,6 +61,8 @@ quick-rest: setup
 PARTS := e-h i-o s-t p-ru-z a-d rest
 
 test-rest test-%: export OMP_NUM_THREADS = 1
+# Dozens of processes import the package, each of which would compile it where a shell forbids it to keep that.
+test-rest test-%: export PYTHONDONTWRITEBYTECODE =
 
 test: setup te
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync $(PARTS:%=test-%)
