@@ -65,7 +65,7 @@ def _split(group: ParamGroup, lr: Factors, wd: Factors, rates: tuple[float, floa
     own."""
     members: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in zip(group["param_names"], group["params"], strict=True):
-        members.setdefault((_factor(name, lr), _factor(name, wd)), []).append((name, param))
+        members.setdefault((factor_of(name, lr), factor_of(name, wd)), []).append((name, param))
     made = []
     for (by_lr, by_wd), named in members.items():
         peak, end = group.get("max_lr", rates[0]) * by_lr, group.get("min_lr", rates[1]) * by_lr
@@ -76,5 +76,6 @@ def _split(group: ParamGroup, lr: Factors, wd: Factors, rates: tuple[float, floa
     return made
 
 
-def _factor(name: str, by_pattern: Factors) -> float:
+def factor_of(name: str, by_pattern: Factors) -> float:
+    """The factor of a parameter: that of the last pattern that fits its name, else 1."""
     return next((each for pattern, each in reversed(by_pattern.items()) if fnmatchcase(name, pattern)), 1.0)

@@ -102,6 +102,24 @@ def test_experts_with_latent_attention_and_prediction(layout):
     assert any("kv_up_proj" in row.name for row in verdict.comparisons[0].rows)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "lion"])
+def test_parts_with_rates_of_their_own_and_frozen_ones(optimizer):
+    """The reference's groups are masters with their own rates; right layouts were called wrong."""
+    keys = SMALL | dict(
+        lr=1e-2, lr_mult=["decoder.layers.2.*=0.5", "*.linear_fc1.*=2"], wd_mult=["*.layers.3.*=3"],
+        optimizer=optimizer, freeze=["decoder.layers.0.*"], decoupled_lr=1e-3, decoupled_min_lr=1e-4,
+        add_bias_linear=False,
+    )  # fmt: skip
+    config = make(**keys | ({"muon_scalar_lr": 5e-3, "muon_scalar_weight_decay": 0.05} if optimizer == "muon" else {}))
+    case = as_case(config, resolve(config, world_size=2), shrink=False).case
+    verdict = Verifier().verify(case, ["fp64"])
+    assert verdict.ok, verdict
+    assert case.plan().config.optimizer.decoupled_lr == 1e-3
+    trained = {row.name for row in verdict.comparisons[0].rows if row.kind == "gradient"}
+    assert trained
+    assert not any("layers.0." in name for name in trained)
+
+
 def test_the_schedule_that_auto_takes():
     """The case is of the plan that `megaaccum train` settles, and not of the one that the key is first read as."""
     plan = auto_schedule.choose_schedule(resolve(make(**SMALL | dict(schedule="auto")), world_size=2))

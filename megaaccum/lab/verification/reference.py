@@ -27,6 +27,7 @@ from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Reference, ReferenceStep
 from megaaccum.model import names
+from megaaccum.optim import by_pattern
 from megaaccum.step.seeds import SampleSeeds
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -200,6 +201,7 @@ class _Run:
         process_groups.destroy()
         built = process_groups.build(self.plan.layout, timeout_minutes=5)
         model = self.subject.whole(self.plan, built)
+        by_pattern.freeze(self.plan, [model])
         # The masks of dropout belong to samples, as tokens do: they are the only thing shared with the step.
         self._seeds = SampleSeeds(self.plan, built, [model] if case.user_model is None else [])
         self.loop = PlainLoop(
@@ -262,7 +264,7 @@ class _Run:
     def step(self, number: int, reference: Reference, *, keep_parts: bool) -> ReferenceStep:
         batches = self.subject.microbatches(number, self.count)
         scale = self._scale.scale if self._scale else 1.0
-        lr = float(self.loop.adam.param_groups[0]["lr"])
+        lr = float(self._schedule.get_lr({}) if self._schedule else self.loop.adam.param_groups[0]["lr"])
         grads, loss, total = self._gradient(number, batches, scale, reference, keep_parts=keep_parts)
         overflows = self.case.overflow is not None and self.case.overflow[0] == number
         overflows = overflows or any(not bool(grad.isfinite().all()) for grad in grads.values())

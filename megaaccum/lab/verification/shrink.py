@@ -33,7 +33,7 @@ _LEFT_OUT = frozenset(
         *("global_batch_size", "device_batch_size", "memory_gib", "kv_channels", "distributed_timeout_minutes"),
         *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
         *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
-        *("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "start_weight_decay", "end_weight_decay"),
+        *("apply_wd_to_qk_layernorm", "start_weight_decay", "end_weight_decay"),
         *("weight_decay_incr_style", "transformer_impl", "attention_backend", "grad_norm_guard",
         "override_opt_param_scheduler"),
     }

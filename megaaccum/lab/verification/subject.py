@@ -11,6 +11,7 @@ from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.case import Case, UserModel
+from megaaccum.lab.verification.param_groups import param_groups
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems
@@ -63,7 +64,7 @@ def optimizer_of(named: list[tuple[str, torch.Tensor]], plan: Plan) -> Any:
     if keys.optimizer == "adam":
         return adamw(named, plan)
     if keys.optimizer == "lion":
-        return emerging.lion(_groups(named, keys.weight_decay), lr=keys.lr, betas=(keys.lion_beta1, keys.lion_beta2))
+        return emerging.lion(list(param_groups(named, plan)), lr=keys.lr, betas=(keys.lion_beta1, keys.lion_beta2))
     from megaaccum.lab.verification.whole_matrices import WholeMatrices
 
     return WholeMatrices(named, plan, adamw)
@@ -72,37 +73,19 @@ def optimizer_of(named: list[tuple[str, torch.Tensor]], plan: Plan) -> Any:
 def adamw(named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
     """torch's AdamW over masters of parameters."""
     keys = plan.config.optimizer
-    betas = (keys.adam_beta1, keys.adam_beta2)
-    return torch.optim.AdamW(_groups(named, keys.weight_decay), lr=keys.lr, betas=betas, eps=keys.adam_eps)
-
-
-def _groups(named: list[tuple[str, torch.Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """Masters that decay, and norms and biases, which do not."""
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [each for _, each in named if (each.dim() > 1) == decays],
-            "weight_decay": weight_decay * decays,
-            "wd_mult": float(decays),  # read by Megatron's schedule
-        }
-        for decays in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+    return torch.optim.AdamW(param_groups(named, plan), betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_eps)
 
 
 def whole_batch(batches: list[Any]) -> Any | None:
     """All micro-batches as one if each is a tensor, or a dict of tensors with the same number of rows; else None."""
-    if all(isinstance(each, torch.Tensor) for each in batches):
+    if all(isinstance(each, torch.Tensor) and each.dim() for each in batches):
         return torch.cat(batches) if len({each.shape[1:] for each in batches}) == 1 else None
     if not all(isinstance(each, dict) and each.keys() == batches[0].keys() for each in batches):
         return None
-    for each in batches:
-        if not all(isinstance(value, torch.Tensor) and value.dim() for value in each.values()):
-            return None
-        if len({value.shape[0] for value in each.values()}) != 1:
-            return None
-    if any(len({each[name].shape[1:] for each in batches}) != 1 for name in batches[0]):
+    whole = {name: whole_batch([each[name] for each in batches]) for name in batches[0]}
+    if not all(isinstance(each, torch.Tensor) for each in whole.values()):
         return None
-    return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+    return whole if all(len({len(each) for each in batch.values()}) == 1 for batch in batches) else None
 
 
 def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: bool) -> tuple[torch.Tensor, float]:

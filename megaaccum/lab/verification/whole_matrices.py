@@ -9,6 +9,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer, get_muon_scale_factor
 
 from megaaccum.config import Plan
+from megaaccum.lab.verification.param_groups import param_groups
 from megaaccum.upstream import emerging
 
 
@@ -23,16 +24,9 @@ class WholeMatrices:
         keys = plan.config.optimizer
         matrices = [(name, each) for name, each in named if is_matrix(name, each)]
         rest = [(name, each) for name, each in named if not is_matrix(name, each)]
-        split = _Split(dict(matrices), plan)
+        split = _Split(matrices, plan)
         self.inner: Any = _SplitSoap(split, plan) if keys.optimizer == "soap" else _SplitMuon(split, plan)
         self.adam = others(rest, plan)
-        for group in self.adam.param_groups:
-            if keys.muon_scalar_lr is not None:
-                group |= {"lr": keys.muon_scalar_lr, "max_lr": keys.muon_scalar_lr}
-                group["min_lr"] = keys.min_lr * keys.muon_scalar_lr / keys.lr
-            if keys.muon_scalar_weight_decay is not None and keys.weight_decay:
-                share = keys.muon_scalar_weight_decay / keys.weight_decay
-                group |= {name: group[name] * share for name in ("wd_mult", "weight_decay")}
         self.param_groups = [*self.inner.param_groups, *self.adam.param_groups]
 
     @property
@@ -52,16 +46,16 @@ def is_matrix(name: str, param: torch.Tensor) -> bool:
 
 
 class _Split:
-    """The matrices of each master, by its name. groups: of the library's optimizer."""
+    """The matrices of each master, by its name. groups: of the library's optimizer, one for each master."""
 
-    def __init__(self, masters: dict[str, torch.Tensor], plan: Plan):
+    def __init__(self, named: list[tuple[str, torch.Tensor]], plan: Plan):
         keys, model = plan.config.optimizer, plan.config.model
-        self.masters, self._keys, self._gated = masters, keys, model.swiglu
-        self._names = {id(master): name for name, master in masters.items()}
+        self.masters, self._keys, self._gated = dict(named), keys, model.swiglu
+        self._names = {id(master): name for name, master in named}
         heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
         width = model.kv_channels or model.hidden_size // heads
         self._qkv = [heads // groups * width, width, width]
-        self.groups = [{"params": [*masters.values()], "wd_mult": 1.0}]
+        self.groups = list(param_groups(named, plan, matrices=True))
 
     def parts(self, master: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Views of the `values` of a master, [groups, rows, columns] of each matrix."""
@@ -107,7 +101,7 @@ class _SplitSoap:
     def __init__(self, split: _Split, plan: Plan):
         keys = plan.config.optimizer
         self._split = split
-        self.param_groups = [group | {"lr": keys.lr, "weight_decay": keys.weight_decay} for group in split.groups]
+        self.param_groups = split.groups
         self.state: dict[Any, Any] = {}
         self._each = {
             name: [
@@ -126,8 +120,7 @@ class _SplitSoap:
     @torch.no_grad()
     def step(self) -> None:
         """Step the matrices of every master that has a gradient."""
-        (group,) = self.param_groups
-        for name, master in self._split.masters.items():
+        for group, (name, master) in zip(self.param_groups, self._split.masters.items(), strict=True):
             assert master.grad is not None, f"{name} has no gradient"
             weights, grads = (self._split.parts(master, each) for each in (master.detach(), master.grad))
             for soap, weight, grad in zip(self._each[name], weights, grads, strict=True):
