@@ -436,9 +436,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--diagnose", action="store_true", help="look for the axes that a difference needs")
     parser.add_argument("--json", type=Path, help="also write the outcomes here, beside those of other cells")
     args = parser.parse_args(argv)
+    names = [name for name in CELLS if any(text in name for text in args.only)]
+    if not names:
+        parser.error(f"--only {' '.join(args.only)} fits none of: {', '.join(CELLS)}")
     references: dict[str, Reference] = {}
     unexpected = 0
-    for name in (name for name in CELLS if any(text in name for text in args.only)):
+    for name in names:
         begun = time.monotonic()
         outcome = outcome_of(name, references, diagnosed=args.diagnose)
         unexpected += (outcome.word == "agrees") == bool(CELLS[name].expected)

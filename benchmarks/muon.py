@@ -146,6 +146,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args(argv)
+    if options.steps < 3:
+        parser.error(f"--steps {options.steps}: the first two do not count, so that it has to be at least 3")
     if options.picture is not None:
         draw(options.picture)
         return 0

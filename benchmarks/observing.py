@@ -93,7 +93,7 @@ def own_seconds(step: Callable[[], StepResult], steps: int) -> dict[str, float]:
     from megaaccum.pretrain.training import training_run
 
     parts: dict[str, tuple[Any, str]] = {
-        "memory": (memory.HighWater, "look"),
+        "memory": (memory.HighWater, "measure"),
         "phases": (observer.Observer, "phase"),
         "log and receipt": (training_run, "log_step"),
         "ranks": (ranks.Ranks, "after"),
@@ -138,7 +138,7 @@ def _loop(plan):
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
 
     def step(observed: bool) -> StepResult:
-        engine.train_steps.observer = engine.train_steps.observer = observers[observed]
+        engine.train_steps.observer = observers[observed]
         with observers[observed].stopwatch.during("data"):
             microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)
         result = engine.train_step(microbatches, problem=problem)
@@ -154,12 +154,11 @@ def _loop(plan):
 @contextmanager
 def _nothing_is_noted() -> Iterator[None]:
     """Inside, nothing looks at what a backend holds."""
-    from megaaccum import sharding
-    from megaaccum.sharding import base
+    from megaaccum.observe.memory import HighWater
 
     with ExitStack() as stack:
-        for module in (sharding, base):
-            stack.enter_context(patch.object(module, "note_held", lambda backend: None))
+        for method in ("measure", "note"):
+            stack.enter_context(patch.object(HighWater, method, lambda *_: None))
         yield
 
 
@@ -172,13 +171,10 @@ class _NoObserver:
     def during(self, name: str) -> nullcontext[None]:
         return nullcontext()
 
-    watching = flushing = forward = lambda self: nullcontext()
+    watching = flushing = lambda self: nullcontext()
 
     def phase(self, name: str) -> None:
         self.trace.enter(name)  # the watchdog's
-
-    def measure_memory(self) -> None:
-        pass
 
     def pop(self) -> Measured:
         return Measured({}, 0.0, {}, {})

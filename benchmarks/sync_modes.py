@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.megabits and (why := cable.why_not()):
         parser.error(f"no limited link here: {why}; --megabits 0 leaves it out")
+    if strangers := set(args.only or ()) - ARMS.keys():
+        parser.error(f"--only {', '.join(sorted(strangers))}: there are {', '.join(ARMS)}")
     figures = measure(args.only or list(ARMS), args.microbatches, args.blocks, args.steps, args.megabits)
     print(report(figures))
     if args.json:

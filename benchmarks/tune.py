@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", type=int, default=5, help="rounds of the exhaustive run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.all < 3:
+        parser.error(f"--all {args.all}: two layouts fail on purpose, so that it has to be at least 3")
     workload = make_workload(load(None, MODEL.split()), world_size=args.ranks, hardware=load_hardware("h100"))
     candidates = candidates_of(search(workload))[: args.all]
     with tempfile.TemporaryDirectory(prefix="megaaccum-tune-") as folder:
