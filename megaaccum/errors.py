@@ -33,13 +33,6 @@ def shortened(text: str, most: int = 2000) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} characters more)"
 
 
-def as_users_error(error: BaseException) -> BaseException:
-    """The error to show for a file or folder that the system refuses; any other is `error` itself."""
-    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
-        return error
-    return MegaaccumError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
-
-
 class ConfigError(MegaaccumError, ValueError):
     """One or more keys of the configuration cannot be honoured.
 
@@ -55,6 +48,13 @@ class ConfigError(MegaaccumError, ValueError):
         self.shown = [printable(shortened(problem)) for problem in self.problems[: self.MOST_SHOWN]]
         self.shown += [f"... and {more} more."] if more > 0 else []
         super().__init__("\n".join(self.shown))
+
+
+def as_users_error(error: BaseException) -> BaseException:
+    """The error to show for a file or folder that the system refuses; any other is `error` itself."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return error
+    return ConfigError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
 
 
 class DataError(MegaaccumError):

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command of `argv` (default: this process' arguments) and returns its exit code.
 
     An error meant for the user is printed to stderr as one message without a traceback: exit code 2 for a ConfigError
-    or an unknown command, 1 for the other classes of megaaccum.errors and a file that the system refuses, 130 for
+    or a file that the system refuses, or an unknown command, 1 for the other classes of megaaccum.errors, 130 for
     Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error, exit_code_of(error))
     except BrokenPipeError:
         return _unread()
-    except OSError as error:
-        if (shown := as_users_error(error)) is error:
+    except OSError as error:  # a file that the user named; of a run the place in the code counts
+        if (shown := as_users_error(error)) is error or command.module == "megaaccum.cli.train":
             raise
         return complain(shown, exit_code_of(shown))
 

@@ -17,7 +17,6 @@ import yaml
 
 from megaaccum.cli.arguments import Source, command_parser, smallest_world
 from megaaccum.config import resolve
-from megaaccum.errors import ConfigError
 from megaaccum.lab.search.profile import write_profile
 
 
@@ -36,10 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if entry is None:  # a rank other than the first
         return 0
     text = yaml.safe_dump({args.name: entry}, sort_keys=False, width=100)
-    try:
-        Path(args.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from None
+    Path(args.output).write_text(text, encoding="utf-8")
     print(text, end="")
     print(f"wrote {args.output}: plan with --gpu {args.name} --hardware {args.output}", file=sys.stderr)
     return 0
@@ -89,11 +85,8 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     vocab = vocabulary(plan.config)
     profile = layer_costs.measure(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)
     if dist.get_rank() == 0:
-        try:
-            device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
-            write_profile(profile, args.output, source=f"{args.layers}, measured on {device}")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from None
+        device = torch.cuda.get_device_name() if cpu.has_accelerator() else "a CPU"
+        write_profile(profile, args.output, source=f"{args.layers}, measured on {device}")
         Console().print(layer_costs.table(profile))
         print(f"wrote {args.output}: megaaccum schedule --profile {args.output}", file=sys.stderr)
     start.end_process_group()

@@ -118,7 +118,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     table = args.write.with_suffix(".csv")
     before, is_built_in = table.read_bytes() if table.exists() else None, name in BUILT_IN
     keys: dict[str, Any] = dict(
-        pipeline_model_parallel_size=args.pp, schedule=name if is_built_in else str(table),
+        pipeline_model_parallel_size=args.pp, schedule=name if is_built_in else str(table.absolute()),
         pp_microbatches=args.microbatches, grad_accum_steps=1,
     )  # fmt: skip
     if row.cut is not None and args.cut:

@@ -47,7 +47,7 @@ def test_a_problem_of_one_rank_is_raised_on_all():
     assert zero[2] == two[2] == "LaunchError: rank 1: ended with KeyError: 'a bug' [rank 0]"
     assert zero[1] == one[1] == two[1] == "DataError: rank 1: no such sample [rank 0]"
     expected = [
-        "MegaaccumError: rank 1: /data/x: Permission denied [rank 0]",
+        "ConfigError: rank 1: /data/x: Permission denied [rank 0]",
         "ConfigError: a broken rule [rank 0]",
         "RankDisagreement: ranks disagree about the checkpoint (ranks 0, 2: none; rank 1: step_4) [rank 0]",
         "returned None",

@@ -44,7 +44,7 @@ class Launch:
 MOST_RECORDS, LONGEST_RECORD = 1_000, 1 << 20
 """Limits on what is read of a script's commands."""
 
-LAUNCHERS = "torchrun deepspeed ds python python3 accelerate msrun".split()
+LAUNCHERS = [*"torchrun deepspeed ds python python3 accelerate msrun".split(), *(f"python3.{n}" for n in range(8, 16))]
 """Commands whose words are recorded."""
 
 WRAPPERS = "srun sbatch mpirun mpiexec uv nohup numactl nsys singularity apptainer docker".split()
@@ -142,8 +142,9 @@ def _flag(word: str) -> str:
 
 
 def world_size(words: Sequence[str]) -> int | None:
-    """Ranks that a launcher's own flags request; None if they leave it open."""
-    found = re.findall(r"--?([\w-]+)[ =](\d{1,6})(?= |$)", " ".join(words))
+    """Ranks that a launcher's own flags request, of an elastic range (--nnodes 2:4) the least; None if they leave it
+    open."""
+    found = re.findall(r"--?([\w-]+)[ =](\d{1,6})(?::\d{1,6})?(?= |$)", " ".join(words))
     numbers = {flag.replace("-", "_"): int(number) for flag, number in reversed(found)}
     local = numbers.get("nproc_per_node") or numbers.get("num_gpus")
     nodes = numbers.get("nnodes") or numbers.get("num_nodes") or 1

@@ -63,7 +63,7 @@ def test_an_error_is_one_message_without_a_traceback(command, capsys, error, cod
 
 def test_a_file_that_the_system_refuses_is_one_message(command, capsys):
     command(raiser(PermissionError(13, "Permission denied", "/data/corpus.bin")))
-    assert cli.main(["check"]) == 1
+    assert cli.main(["check"]) == 2
     assert capsys.readouterr().err == "megaaccum: error: /data/corpus.bin: Permission denied\n"
     command(raiser(ConnectionResetError(104, "Connection reset by peer")))
     with pytest.raises(ConnectionResetError):
@@ -72,7 +72,7 @@ def test_a_file_that_the_system_refuses_is_one_message(command, capsys):
 
 @pytest.mark.parametrize("keys", [["--data_path"], ["--tokenizer_model"]])
 def test_a_name_that_is_too_long_is_one_message(keys, capsys):
-    assert cli.main(["check", "configs/tiny_cpu.yaml", *keys, "x" * 5000]) == 1
+    assert cli.main(["check", "configs/tiny_cpu.yaml", *keys, "x" * 5000]) == 2
     err = capsys.readouterr().err
     assert "xxx" in err and err.endswith("File name too long\n") and len(err) < 400
 
@@ -99,6 +99,30 @@ def test_ctrl_c_is_no_traceback(command, capsys):
     command(raiser(KeyboardInterrupt()))
     assert cli.main(["check"]) == 130
     assert capsys.readouterr().err == "megaaccum: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedule --pp 2 -m 4 --schedule 1f1b --csv {folder}",
+        "schedule --pp 2 -m 4 --schedule 1f1b --csv {file}/table.csv",
+        "schedule --pp 2 -m 4 --schedule 1f1b --no-timeline --config configs/tiny_cpu.yaml --write {folder}",
+        "plan configs/tiny_cpu.yaml --gpus 4 --gpu h100 --write {folder}",
+        "plan configs/tiny_cpu.yaml --gpus 4 --gpu h100 --write {file}/run.yaml",
+    ],
+)
+def test_a_file_that_cannot_be_written_is_no_traceback(words, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(words.format(folder=tmp_path, file=tmp_path / "file").split()) == 2
+    assert f"megaaccum: error: {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_file_that_a_run_misses_keeps_its_traceback(monkeypatch):
+    module = types.ModuleType("megaaccum.cli.train")
+    module.main = raiser(FileNotFoundError(2, "No such file or directory", "/gone"))
+    monkeypatch.setitem(sys.modules, "megaaccum.cli.train", module)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train"])
 
 
 def test_a_bug_keeps_its_traceback(command):

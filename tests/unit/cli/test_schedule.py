@@ -63,13 +63,16 @@ def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
     assert "searched order taken" in out
     config = load("out/run.yaml")
     settled = resolve(config, world_size=4)
-    assert settled.layout.schedule == "out/run.csv"
+    assert settled.layout.schedule == str(tmp_path / "out" / "run.csv")
     assert layers_of_stages(settled.config.model, settled.config.parallel) == [5, 3]
     assert settled.config.parallel.pipeline_model_parallel_layout == "Ettttt|tttL"
     batch = settled.batch
     assert (batch.num_microbatches, batch.grad_accum_steps, batch.global_batch_size) == (6, 1, 24)
     assert read_csv("out/run.csv").items != build("zb-h1", pp=2, num_microbatches=6).items
-    assert "out/run.csv" in run(capsys, "check out/run.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the table is found from any folder
+    assert "out/run.csv" in run(capsys, "check ../out/run.yaml")
+    monkeypatch.chdir(tmp_path)
     # The name alone, and nothing beside the configuration, where no search was made or its order was left.
     run(capsys, "schedule --pp 2 -m 6 --schedule 1f1b --no-timeline --config tiny.yaml --write named.yaml")
     assert load("named.yaml").parallel.schedule == "1f1b"

@@ -48,6 +48,7 @@ def refusal(context) -> str:
         (LAUNCH, 4),
         ("torchrun --nproc_per_node=4 --nnodes=2 pretrain_gpt.py --num-layers 4 --hidden-size 64", 8),
         ("deepspeed --num_gpus 2 --num_nodes 3 pretrain_gpt.py --num-layers 4 --hidden-size 64", 6),
+        ("python3.11 -m torch.distributed.run --nproc-per-node 2 a.py --num-layers 4 --hidden-size 64", 2),
         ("exec python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 64", 2),
         ('srun -l --container-image x bash -c "python -u pretrain_gpt.py --num-layers 4 --hidden-size 64"', None),
         ("sbatch <<EOF\nsrun python pretrain_gpt.py --num-layers 4 --hidden-size 64\nEOF", None),
@@ -109,6 +110,7 @@ def test_the_same_launch_twice_is_one(script):
 def test_launchers_say_how_many_ranks():
     assert world_size(["torchrun", "--nproc_per_node", "gpu"]) is None
     assert world_size(["torchrun", "--nproc_per_node=8", "--nnodes", "1:4"]) == 8
+    assert world_size(["torchrun", "--nproc_per_node=8", "--nnodes=2:4"]) == 16
 
 
 def test_the_command_stands_after_two_dashes():
