@@ -131,11 +131,16 @@ class Run(Rig):
 
 def saved(folder: str, case: Case, steps: int = 2, *, change: Change = unchanged) -> Next:
     """The uninterrupted next step of a run of `case` that was saved after `steps` steps."""
+    return written(folder, case, steps, change).step()
+
+
+def written(folder: str, case: Case, steps: int = 2, change: Change = unchanged) -> Run:
+    """A run of `case` that was saved after `steps` steps."""
     run = Run.of(case, change)
     for _ in range(steps):
         run.step()
     run.engine.save(folder)
-    return run.step()
+    return run
 
 
 def loaded(run: Run, folder: str, mistake: AbstractContextManager[None] | None = None) -> Run:
@@ -155,11 +160,7 @@ def reference(folder: str, model: str, lane: str) -> Reference:
 def states(folder: str, source: Case, targets: list[Case], mistake: Mistake | None = None) -> list[Gradient]:
     """Weights and moments of a run that was saved after two steps, and those of each run that takes them up. mistake:
     one that is made while the checkpoint is read."""
-    run = Run.of(source)
-    run.step()
-    run.step()
-    run.engine.save(folder)
-    found = [run.state()]
+    found = [written(folder, source).state()]
     for target in targets:
         after = Run.of(target)
         found.append(loaded(after, folder, mistake and mistake(after)).state())
@@ -238,11 +239,8 @@ def same_bits(folder: str, moves: list[Move], mistake: Mistake | None = None) ->
     found = []
     for start, end in moves:
         if start not in uninterrupted:
-            path, run = f"{folder}/{len(uninterrupted)}", Run.of(start)
-            run.step()
-            run.step()
-            run.engine.save(path)
-            uninterrupted[start] = path, run.outcome()
+            path = f"{folder}/{len(uninterrupted)}"
+            uninterrupted[start] = path, written(path, start).outcome()
         path, expected = uninterrupted[start]
         run = Run.of(end)
         found.append((expected, loaded(run, path, mistake and mistake(run)).outcome()))
@@ -254,7 +252,7 @@ def moved(folder: str, cases: list[tuple[Case, list[Case]]]) -> list[list[Gradie
     found = []
     for number, (source, targets) in enumerate(cases):
         path = f"{folder}/{number}"
-        saved(path, source)
+        written(path, source)
         found.append([loaded(Run.of(target), path).step(update=False).gradient for target in targets])
     return found
 
