@@ -1,8 +1,4 @@
-"""One cell of the fuzz: its steps on ranks, and in one process by the reference's loop, micro-batch by micro-batch.
-
-The loop is that of `megaaccum verify` (lab/verification/reference). Which micro-batches count, and whether a step is
-taken at all, is decided here a second time, from the cell alone.
-"""
+"""One cell of the fuzz: its configurations, its data, and its steps on ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ LOSS_SCALE = 1024.0
 BASE: Flags = {
     "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ, "attention_dropout": 0, "hidden_dropout": 0,
     "make_vocab_size_divisible_by": 32, "train_iters": 20, "init_method_std": 0.1, "micro_batch_size": 1,
-    "clip_grad": 0, "weight_decay": 0.1, "data_path": "none", "lr": 1e-2,
+    "clip_grad": 0, "weight_decay": 0.1, "data_path": "none", "lr": 1e-2, "lr_decay_style": "constant",
     # Far above the gradients, so that Adam's step is nearly linear in them: rounding of small ones stays small.
     "adam_eps": 1e-2,
 }  # fmt: skip
@@ -95,6 +91,7 @@ class Step:
     norm: float
     num_tokens: int
     skipped: bool
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +132,8 @@ def counts(cell: Cell) -> list[int]:
 def _words(flags: Flags) -> list[str]:
     words = []
     for name, value in flags.items():
+        if value is None:  # leaves out the lane's
+            continue
         values = value if isinstance(value, list) else [value]
         words += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
     return words
@@ -202,8 +201,9 @@ def _train(cell: Cell, folder: Path) -> Trained:
     for step in range(STEPS):
         if step == RESUME_AFTER + 1 and cell.resume is not None:
             run.save(folder, step, num_updates=sum(not each.skipped for each in steps))
-            run = _Run(cell, cell.resume)
+            before, run = run, _Run(cell, cell.resume)
             run.load(folder)
+            run.go_on_after(before)
         if cell.dropped and step == DROP_STEP:
             run.save(folder / "again", step, num_updates=sum(not each.skipped for each in steps))
             batch = run.step.batch_of(run.microbatches(step))
@@ -211,7 +211,7 @@ def _train(cell: Cell, folder: Path) -> Trained:
             run.step.abandon()
             run.load(folder / "again")
         result = run.take(step)
-        steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped))
+        steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped, result.loss_scale))
         if cell.evaluate:
             evaluations.append(run.step.evaluate(run.microbatches(STEPS))[0])
     return Trained(steps, evaluations, run.parts())
@@ -224,11 +224,12 @@ class _Run:
         from megaaccum import sharding
         from megaaccum.distributed import groups
         from megaaccum.model import names
-        from megaaccum.optim import adamw
+        from megaaccum.optim import adamw, lr_schedule
         from megaaccum.pretrain.model import gpt
         from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.speculation import SpeculativeTrainStep
         from megaaccum.step.train_step import TrainStep
+        from megaaccum.step.transaction import Transaction
 
         self.cell, self.plan = cell, plan_of(cell, layout)
         groups.destroy()
@@ -238,13 +239,22 @@ class _Run:
             chunk.config.variable_seq_lengths = cell.lengths  # as `initialize` sets it
         for chunk in self.chunks if cell.gated else ():
             add_gates(chunk)
-        _freeze(cell, names.named_parameters(self.chunks))
+        freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
         kind = SpeculativeTrainStep if self.plan.config.step.speculative_step else TrainStep
         self.step = kind(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        self.schedule = lr_schedule.build(self.backend, self.plan.config, self.plan.ramp)
+        self.step.transaction = Transaction(self.plan, self.schedule)
         self._upcoming: list[dict[str, torch.Tensor]] | None = None
         self.buffers = dict(names.named_buffers(self.chunks))
+
+    def go_on_after(self, other: _Run) -> None:
+        """Take over what a checkpoint has beside tensors."""
+        self.schedule.load_state_dict(other.schedule.state_dict())
+        had = other.step.transaction
+        self.step.transaction.load_state_dict(had.state_dict(), step=had.step, consumed_samples=had.consumed_samples)
+        self.step.recovery.load_state_dict(other.step.recovery.state_dict())
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
@@ -342,166 +352,7 @@ def add_gates(chunk: Any) -> None:
             )
 
 
-def _freeze(cell: Cell, named: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
+def freeze(cell: Cell, named: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
     for name, param in named:
         if cell.frozen and re.match(FROZEN[cell.frozen], name):
             param.requires_grad_(False)
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
-
-
-def references(cells: list[Cell]) -> list[tuple[Trained, Trained]]:
-    """(in float64, in the cell's precision) of each."""
-    return [(_reference(cell, "fp64"), _reference(cell, cell.lane)) for cell in cells]
-
-
-def _reference(cell: Cell, lane: str) -> Trained:
-    loop = _Loop(cell, lane)
-    before = loop.parts()
-    steps, evaluations = [], []
-    for step in range(STEPS):
-        steps.append(loop.take(step))
-        if cell.evaluate:
-            evaluations.append(loop.evaluate())
-    return Trained(steps, evaluations, loop.parts(), before)
-
-
-class _Loop:
-    """The reference's loop on the micro-batches of a cell, with its policies for bad and short steps."""
-
-    def __init__(self, cell: Cell, lane: str):
-        from megaaccum.distributed import groups
-        from megaaccum.lab.verification.reference import PlainLoop
-        from megaaccum.lab.verification.subject import gpt_loss, optimizer_of
-        from megaaccum.model import names
-        from megaaccum.pretrain.model import gpt
-        from megaaccum.step.seeds import SampleSeeds
-
-        self.cell, self.plan = cell, reference_plan(cell, lane)
-        groups.destroy()
-        built = groups.build(self.plan.layout, timeout_minutes=1)
-        (chunk,) = gpt.build_chunks(self.plan, built, vocab_size=VOCAB)
-        if cell.gated:
-            add_gates(chunk)
-        _freeze(cell, names.named_parameters([chunk]))
-        self.scale = LOSS_SCALE if lane == "fp16" else 1.0
-        means = self.plan.batch.loss_norm != "token"
-        self._head, self._chunk = self._head_apart(chunk), chunk
-        self._is_bad = False
-        self._seeds = SampleSeeds(self.plan, built, [chunk])
-        chunk.register_forward_hook(self._spoil)
-        self.loop = PlainLoop(
-            chunk, lambda batch: gpt_loss(chunk, batch, means=means), means=means,
-            optimizer=lambda named: optimizer_of(named, self.plan),
-        )  # fmt: skip
-
-    def _head_apart(self, chunk: Any) -> torch.nn.Parameter | None:
-        """The weight of a tied head, with a gradient of its own, if the layout has a copy of it: there, `nonfinite:
-        zero` sees what the head adds to the gradient apart from what the embedding does."""
-        layout = self.cell.layout
-        copies = "pipeline_model_parallel_size" in layout or layout.get("reproducible") == "layout"
-        if not copies or not chunk.share_embeddings_and_output_weights:
-            return None
-        head = torch.nn.Parameter(chunk.embedding.word_embeddings.weight.detach())
-        head.requires_grad_(chunk.embedding.word_embeddings.weight.requires_grad)
-        chunk.shared_embedding_or_output_weight = lambda: head
-        return head
-
-    def _spoil(self, _chunk: Any, _args: Any, output: torch.Tensor) -> None:
-        if self._is_bad and output.requires_grad:
-            output.register_hook(lambda grad: grad * float("nan"))
-
-    def take(self, step: int) -> Step:
-        dp = self._dp(step)
-        short = self.cell.short and step == SHORT_STEP
-        short_rank = short and len(indices(self.cell, step, dp)[-1]) < self.cell.microbatches // dp
-        if short_rank and self.cell.policies.get("short_batch") == "drop":
-            return Step(float("nan"), 0.0, 0, True)
-        present = sorted(index for mine in indices(self.cell, step, dp) for index in mine)
-        bad = any(is_bad(self.cell, step, index) for index in present)
-        policy = self.cell.policies.get("nonfinite")
-        left = [index for index in present if not (policy == "drop_microbatch" and is_bad(self.cell, step, index))]
-        batches = {
-            index: microbatch(self.cell, step, index, hollow=is_hollow(self.cell, step, index, dp)) for index in left
-        }
-        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches.values()))
-        if tokens == 0 or (bad and policy == "skip"):
-            return Step(0.0, 0.0, tokens, True)
-        return self._update(step, batches, tokens)
-
-    def _dp(self, step: int) -> int:
-        """Data-parallel ranks of the layout that takes `step`."""
-        cell = self.cell
-        layout = cell.resume if cell.resume is not None and step > RESUME_AFTER else cell.layout
-        return cell.world_size // ranks_of_a_model(layout)
-
-    def _update(self, step: int, batches: dict[int, dict[str, torch.Tensor]], tokens: int) -> Step:
-        """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
-        from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
-
-        by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
-        grads: Gradients = {}
-        by_sum: dict[tuple[Any, ...], Gradients] = {}
-        loss = 0.0
-        self.loop.forget_tokens()
-        for index, batch in batches.items():
-            share = float(batch["loss_mask"].sum()) / tokens if by_weight else None
-            self._is_bad, self._chunk.is_open = is_bad(self.cell, step, index), is_open(batch)
-            with self._seeds.flush(step + 1):
-                self._seeds.begin_forward(0, index)
-                value, part = self.loop.backward(batch, float(tokens), len(batches), scale=self.scale, share=share)
-            loss += value
-            for which, each in (("", part), ("head", self._part_of_head())):
-                for name, grad in each.items():
-                    add(by_sum.setdefault((which, *self._own_sum(step, index, name)), {}), {name: grad})
-        self._is_bad = False
-        for part in by_sum.values():
-            add(grads, {name: grad.nan_to_num(nan=0.0) for name, grad in part.items()})
-        norm = norm_of(grads)
-        if norm == 0:
-            return Step(0.0, 0.0, tokens, True)
-        factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
-        self.loop.update({name: grad * factor for name, grad in grads.items()})
-        return Step(loss, norm, tokens, False)
-
-    def _part_of_head(self) -> dict[str, torch.Tensor]:
-        """The gradient that a micro-batch has brought to a head apart."""
-        if self._head is None or self._head.grad is None:
-            return {}
-        name = "embedding.word_embeddings.weight"
-        grad, self._head.grad = self._head.grad.to(self.loop.masters[name].dtype) / self.scale, None
-        return {name: grad}
-
-    def _own_sum(self, step: int, index: int, name: str) -> tuple[int, ...]:
-        """Identifies the sum in which the gradient of micro-batch `index` crosses ranks: that of a rank's micro-batches
-        (fsdp2: of a call's), with streaming that of one, and of an expert that of all ranks that send it tokens.
-        Elements that are not finite in it are 0 (`nonfinite: zero`). Empty where no step has such elements."""
-        cell = self.cell
-        if cell.policies.get("nonfinite") != "zero":
-            return ()
-        dp = self._dp(step)
-        position, rank = index // dp, index % dp
-        if ".experts." in name:
-            rank //= int(cell.layout.get("expert_model_parallel_size", 1))
-        if cell.layout.get("sync") == "streaming":
-            return rank, position
-        per_rank = counts(cell)[step] // dp
-        return (rank, position * cell.calls // per_rank) if cell.layout["backend"] == "fsdp2" else (rank,)
-
-    def evaluate(self) -> float:
-        batches = [microbatch(self.cell, STEPS, index, hollow=False) for index in range(self.cell.microbatches)]
-        tokens = round(sum(float(batch["loss_mask"].sum()) for batch in batches))
-        divisor = self.loop.divisor(max(tokens, 1), len(batches))
-        self.loop.model.eval()
-        with torch.no_grad():
-            total = 0.0
-            for batch in batches:
-                self._chunk.is_open = is_open(batch)
-                total += float(self.loop.loss(batch)[0]) / divisor
-        self.loop.model.train()
-        return total
-
-    def parts(self) -> list[Piece]:
-        masters = self.loop.masters.items()
-        return [Piece(name, master.detach().double().clone(), 0) for name, master in masters]

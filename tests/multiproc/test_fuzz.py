@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from benchmarks import fuzz, fuzz_cell
+from benchmarks import fuzz, fuzz_cell, fuzz_reference
 from benchmarks.fuzz_cell import Cell
 from megaaccum.lab.verification.testing import run_ranks
 
@@ -35,6 +35,9 @@ EXPERTS = {
     "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 32, "add_bias_linear": False, "moe_router_dtype": "fp64",
     "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss",
 }  # fmt: skip
+
+PARTS = {"lr_mult": ["decoder.layers.1.*=0.5"], "wd_mult": ["decoder.layers.3.*=3"], "decoupled_lr": 3e-3}
+MOVING = {"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 1, "min_lr": 1e-4}
 
 FOUND = [
     Cell(  # without a mask, micro-batches of unequal length had the side losses' scale of the first
@@ -104,6 +107,41 @@ FOUND = [
         policies={"reset_attention_mask": True},
         documents=True,
     ),
+    Cell(  # rates that move, and belong to parts
+        world_size=2,
+        lane="fp64",
+        model={"num_layers": 4, "optimizer": "lion", "add_bias_linear": False, **PARTS, **MOVING},
+        layout={"pp_microbatches": 4, "backend": "fsdp2"},
+    ),
+    Cell(
+        world_size=2,
+        lane="fp64",
+        model={"num_layers": 4, "optimizer": "soap", "add_bias_linear": False, **PARTS, **MOVING},
+        layout={"pipeline_model_parallel_size": 2, "schedule": "zbv", "backend": "ddp", "pp_microbatches": 8},
+        resume={"pp_microbatches": 4, "backend": "fsdp2"},
+    ),
+    Cell(  # a loss scale that is halved, and doubles again after the resume
+        world_size=2,
+        lane="fp16",
+        model={"num_layers": 4, **MOVING},
+        layout={"pp_microbatches": 4, "backend": "deepspeed"},
+        resume={"pipeline_model_parallel_size": 2, "pp_microbatches": 8, "backend": "fsdp2"},
+        policies={"nonfinite": "zero", "loss_scale": None, "loss_scale_window": 1, "hysteresis": 1}
+        | {"initial_loss_scale": fuzz_cell.LOSS_SCALE},
+        bad=3,
+    ),
+    Cell(
+        world_size=2,
+        lane="bf16",
+        model={"num_layers": 4},
+        layout={"pp_microbatches": 4, "grad_reduce_dtype": "bf16", "grad_accum_dtype": "bf16"},
+    ),
+    Cell(  # four blocks of matrices, on two tp ranks
+        world_size=2,
+        model={"num_layers": 2, "ffn_hidden_size": 128, "make_vocab_size_divisible_by": 128},
+        layout={"tensor_model_parallel_size": 2, "pp_microbatches": 8, "reproducible": "layout"}
+        | {"reproducible_tensor_blocks": 4, "make_vocab_size_divisible_by": 32},
+    ),
 ]
 """Cells of which the fuzz has shown defects, and one of each kind that it draws seldom."""
 
@@ -125,14 +163,14 @@ def moved(trained: fuzz_cell.Trained, **of_step: float) -> fuzz_cell.Trained:
 
 
 def test_what_differs_is_named():
-    ((exact, near),) = run_ranks(fuzz_cell.references, 1, [PLAIN])[0]
+    ((exact, near),) = run_ranks(fuzz_reference.references, 1, [PLAIN])[0]
     part = next(part for part in near.parts if part.name == "decoder.layers.0.mlp.linear_fc1.weight")
     others = [each for each in near.parts if each is not part]
     wrong = dataclasses.replace(part, values=part.values * 1.001)
     cases = {
         "loss": moved(near, loss=near.steps[-1].loss * 1.0001),
         "norm": moved(near, norm=near.steps[-1].norm * 1.0001),
-        "(skipped, tokens)": moved(near, num_tokens=1),
+        "(skipped, tokens, loss scale)": moved(near, num_tokens=1),
         "evaluation 1": dataclasses.replace(near, evaluations=[each + 1e-3 for each in near.evaluations]),
         f"{part.name} (tp rank 0): its change is off": dataclasses.replace(near, parts=[*others, wrong]),
         f"{part.name} is on no rank": dataclasses.replace(near, parts=others),
