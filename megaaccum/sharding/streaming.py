@@ -81,8 +81,8 @@ class StreamingBackend(DeepSpeedBackend):
         self._trees: dict[int, SumTree] = {}
         """Sums over the micro-batches of all ranks, each parameter's partition, where they are made in one order."""
         self._holds: Counter[int] = Counter()
-        self._whole = self._waiting = 0
-        """Bytes now of whole parameters, and of sums in the trees."""
+        self._whole = self._waiting = self._backward = 0
+        """Bytes now of whole parameters, and of sums in the trees; the backward that `_in_backward` is in."""
         self._ahead: tuple[Unit, Any] | None = None
         self._in_backward: Unit | None = None
         self._microbatch = 0
@@ -184,8 +184,9 @@ class StreamingBackend(DeepSpeedBackend):
 
     def _recomputes_itself(self, unit: Unit) -> bool:
         """Whether the unit's backward has begun, and runs its forward again (torch's checkpoint without reentry, which
-        may also end a forward early): it is whole, and stays so until its backward ends."""
-        return unit is self._in_backward and pytorch.in_backward()
+        may also end a forward early): it is whole, and stays so until its backward ends. In another backward, as of the
+        next micro-batch in a chunk of this one unit, it is recomputed as any other."""
+        return unit is self._in_backward and pytorch.backward_under_way() == self._backward
 
     def _awaits_gradients(self) -> bool:
         """Whether none has come of the unit whose backward runs: such a checkpoint over several units recomputes the
@@ -203,7 +204,7 @@ class StreamingBackend(DeepSpeedBackend):
         else:
             self._drop_recomputed()
             self._acquire(unit, unit.before)
-        self._in_backward, self._splitting = unit, wgrad.is_splitting()
+        self._in_backward, self._splitting, self._backward = unit, wgrad.is_splitting(), pytorch.backward_under_way()
         unit.arrived = 0
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
@@ -320,11 +321,8 @@ class StreamingBackend(DeepSpeedBackend):
         return self._zero.start_gather(missing)
 
     def _release(self, unit: Unit) -> None:
-        free = []
-        for param in unit.params:
-            self._holds[id(param)] -= 1
-            if not self._holds[id(param)] and not unit.kept:
-                free.append(param)
+        self._holds.subtract(id(param) for param in unit.params)
+        free = [param for param in unit.params if not self._holds[id(param)] and not unit.kept]
         self._whole -= _bytes(free)
         self._zero.release(free)
         self.memory.note("parameters_whole", self._whole)

@@ -205,7 +205,12 @@ class OnGradient:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (activation recompute runs forwards inside one). Read in
     torch 2.13: torch.utils.checkpoint asks the same."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_under_way() != -1
+
+
+def backward_under_way() -> int:
+    """Identifies the backward that autograd runs in this thread, the innermost of several; -1 outside."""
+    return torch._C._current_graph_task_id()
 
 
 _COLLECTIVES = {

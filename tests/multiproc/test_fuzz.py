@@ -107,6 +107,22 @@ FOUND = [
         policies={"reset_attention_mask": True},
         documents=True,
     ),
+    Cell(  # a chunk of one layer took the next micro-batch's recompute for its own, and was released under it
+        world_size=4,
+        model={"num_layers": 4, "normalization": "RMSNorm", "add_bias_linear": False},
+        layout={
+            "pipeline_model_parallel_size": 2,
+            "schedule": "interleaved",
+            "virtual_pipeline_model_parallel_size": 2,
+            "pp_microbatches": 4,
+            "backend": "deepspeed",
+            "sync": "streaming",
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        frozen="norms",
+    ),
     Cell(  # rates that move, and belong to parts
         world_size=2,
         lane="fp64",
