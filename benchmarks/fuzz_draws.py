@@ -157,7 +157,7 @@ def _draw_model(chance: random.Random, lane: str, *, experts: bool, latent: bool
     else:
         model |= maybe(0.4, num_query_groups=2)
     if experts:
-        model |= {"num_experts": 4, "add_bias_linear": False, "moe_router_dtype": "fp64", "moe_ffn_hidden_size": 32}
+        model |= {"num_experts": 4, "add_bias_linear": False, "moe_router_dtype": "fp64", "moe_ffn_hidden_size": 64}
         model |= {"moe_router_load_balancing_type": chance.choice(("aux_loss", "seq_aux_loss", "none"))}
         if model["moe_router_load_balancing_type"] != "none":
             model |= {"moe_aux_loss_coeff": 0.1}
@@ -187,7 +187,8 @@ def _draw_more(chance: random.Random, cell: Cell) -> Iterator[Flags]:
         yield {"layout": {"pipeline_model_parallel_layout": _draw_stages(chance, chunks, pp, cell.model)}}
     if maybe(0.4):
         blocks = {"reproducible_tensor_blocks": 2, "reproducible_context_blocks": chance.choice((1, 2, 4))}
-        yield {"layout": {"reproducible": "layout"} | blocks}
+        whole = {"sequence_parallel": False} if "sequence_parallel" in cell.layout else {}
+        yield {"layout": {"reproducible": "layout"} | blocks | whole}
     if maybe(0.25):
         yield {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
     if maybe(0.25):
