@@ -55,7 +55,7 @@ MORE_CHANGE: tuple[tuple[Callable[[Cell], bool], float], ...] = (
     (lambda cell: cell.model.get("optimizer") == "soap", 1e-4),
     (lambda cell: "bf16" in [*cell.layout.values(), *(cell.resume or {}).values()], 6e-2),
 )
-"""What holds in place of CHANGE for some cells."""
+"""Limits in place of CHANGE, for the cells that each is of."""
 
 
 def main(argv: list[str] | None = None) -> int:

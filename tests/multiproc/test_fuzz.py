@@ -108,13 +108,13 @@ FOUND = [
         documents=True,
     ),
     Cell(  # a chunk of one layer took the next micro-batch's recompute for its own, and was released under it
-        world_size=4,
+        world_size=2,
         model={"num_layers": 4, "normalization": "RMSNorm", "add_bias_linear": False},
         layout={
             "pipeline_model_parallel_size": 2,
             "schedule": "interleaved",
             "virtual_pipeline_model_parallel_size": 2,
-            "pp_microbatches": 4,
+            "pp_microbatches": 8,
             "backend": "deepspeed",
             "sync": "streaming",
             "recompute_granularity": "full",

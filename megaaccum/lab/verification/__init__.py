@@ -17,4 +17,5 @@
 | `at_start` | two splits of a run's first step, on the run's ranks |
 | `subject`, `records`, `report` | model and data of a case; its numbers; the verdict as text, JSON, picture |
 | `whole_matrices` | Muon and SOAP on whole matrices |
+| `param_groups` | learning rate and decay of each master in one process |
 """
