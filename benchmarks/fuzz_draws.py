@@ -75,6 +75,8 @@ def is_legal(cell: Cell) -> bool:
     ramps = len(set(fuzz_cell.counts(cell))) > 1
     if ramps != ("batch_warmup_steps" in cell.policies) or (ramps and "lr_decay_style" in cell.model):
         return False
+    if (cell.bad is None) == ("nonfinite" in cell.policies):
+        return False  # one process has to know what becomes of a bad micro-batch
     if (ramps and cell.resume is not None) or not _can_be_zeroed(cell, plans[0]):
         return False
     sequences = cell.microbatches * int(cell.model.get("micro_batch_size", 1))
@@ -87,7 +89,8 @@ def _can_be_zeroed(cell: Cell, plan: Plan) -> bool:
     if cell.policies.get("nonfinite") != "zero":
         return True
     layout, sharding = plan.layout, plan.config.sharding
-    tokens_are_cut = layout.cp > 1 or (layout.tp > 1 and "num_experts" in cell.model)
+    sequences_are_cut = layout.cp > 1 or (sharding.reproducible_context_blocks or 1) > 1
+    tokens_are_cut = sequences_are_cut or (layout.tp > 1 and "num_experts" in cell.model)
     has_copies = layout.pp > 1 or sharding.reproducible == "layout"
     sums_overlap = sharding.backend == "fsdp2" and sharding.sync == "streaming" and layout.splits_backward
     return not tokens_are_cut and not (has_copies and "mtp_num_layers" in cell.model) and not sums_overlap
