@@ -74,6 +74,12 @@ def capacity(subject: Subject) -> Iterator[str]:
         return
     if factor <= 0:
         yield f"moe_expert_capacity_factor {factor:g} {DROPS_EVERYTHING}"
+    if model.moe_pad_expert_input_to_capacity and factor * model.moe_router_topk > model.num_experts:
+        yield (
+            f"moe_expert_capacity_factor {factor:g} with moe_router_topk {model.moe_router_topk} of {model.num_experts}"
+            " experts has places for more tokens than there are, which moe_pad_expert_input_to_capacity would fill: set"
+            f" the factor to at most {model.num_experts / model.moe_router_topk:g}."
+        )
     if model.moe_router_load_balancing_type == "sinkhorn":
         yield (
             "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn: Megatron-core drops no tokens"

@@ -120,7 +120,9 @@ class Generation:
 
     @cached_property
     def _run_config(self) -> Config:
-        return receipts.config_of(self._receipt)
+        config = receipts.config_of(self._receipt)
+        config.run.output_dir = str(self.source)  # which may have moved
+        return config
 
     @property
     def _model_folder(self) -> Path | None:

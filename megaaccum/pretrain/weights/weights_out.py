@@ -7,10 +7,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -19,12 +20,17 @@ from megaaccum.checkpoint.pieces import Cut, Piece, StoredPieces
 from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.checkpoint.whole import copy_runs
 from megaaccum.config.schema import Config
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, DataError
 from megaaccum.model import names
+from megaaccum.pretrain.data.sources import read_run_tokenizer
+from megaaccum.pretrain.data.tokenizer import end_of_document
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.weights import config_json, safetensors_folder
 from megaaccum.pretrain.weights.bridge import Bridge
 from megaaccum.pretrain.weights.rows import Rows, rows_of
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -39,6 +45,7 @@ def current_of(run: Path, checkpoint: Path | None) -> tuple[Config, Path]:
     """(the configuration of a run by its output_dir, its current checkpoint unless another is given). Raises
     MegaaccumError if it has none."""
     config = receipts.config_of(receipts.read_all(run)[-1])
+    config.run.output_dir = str(run)  # which may have moved
     saved = Path(config.run.save) if config.run.save else run / "checkpoints"
     checkpoint = checkpoint or latest(saved)
     if checkpoint is None:
@@ -109,8 +116,8 @@ def _place(name: str) -> tuple[bool, list[tuple[int, str]]]:
 class Export:
     """An export of `checkpoint`, written by a run of `config` (resolved) with `vocab_size` tokens before padding.
     family: of families.yaml, empty for our own names; dtype: of the weights; content: config.json, default made of the
-    configuration; source: a model whose generation config and tokenizer are taken, default a tokenizers file of the
-    run; bridge: the mapping of weights in place of the family's."""
+    configuration; source: a model whose generation config and tokenizer are taken, default the tokenizer of the run's
+    data; bridge: the mapping of weights in place of the family's."""
 
     checkpoint: Path
     config: Config
@@ -222,14 +229,24 @@ class Export:
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         generation = aside / "generation_config.json"
         generation.write_text(json.dumps({"_from_model_config": True}, indent=2) + "\n", encoding="utf-8")
-        if self.source is not None:
-            for name in ("generation_config.json", *_TOKENIZER):
-                if (self.source / name).is_file():
-                    shutil.copyfile(self.source / name, aside / name)
-        elif (file := self.config.data.tokenizer_model or "").endswith(".json") and Path(file).is_file():
-            shutil.copyfile(file, aside / "tokenizer.json")
+        given = self.config.data.tokenizer_model
+        folder = self.source or (Path(given) if given and Path(given).is_dir() else None)
+        if folder is None:
+            with suppress(DataError):  # of ids alone there is none
+                _write_tokenizer(read_run_tokenizer(self.config, "--hf"), aside)
+        for name in ("generation_config.json", *_TOKENIZER):
+            if folder is not None and (folder / name).is_file():
+                shutil.copyfile(folder / name, aside / name)
         if self.config.data.chat_template_path is not None:  # in which the model was trained
             shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
+
+
+def _write_tokenizer(tokenizer: tokenizers.Tokenizer, aside: Path) -> None:
+    """Write a tokenizer as transformers and other programs read it."""
+    tokenizer.save(str(aside / "tokenizer.json"))
+    end, facts = end_of_document(tokenizer), {"tokenizer_class": "PreTrainedTokenizerFast"}
+    facts |= {} if end is None else {"eos_token": str(tokenizer.id_to_token(end))}
+    (aside / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def to_theirs(rows: list[Rows], tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -101,6 +101,12 @@ BROKEN: list[Case] = [
     (
         "capacity",
         1,
+        dict(num_experts=4, moe_router_topk=4, moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True),
+        ["moe_expert_capacity_factor 1.25", "moe_router_topk 4 of 4 experts", "at most 1."],
+    ),
+    (
+        "capacity",
+        1,
         dict(num_experts=4, moe_expert_capacity_factor=0.0),
         ["moe_expert_capacity_factor 0 drops every token", "above 0"],
     ),
