@@ -27,7 +27,7 @@ from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.pass_numbers import Problem
-from megaaccum.schedule.registry import BUILT_IN, build, names
+from megaaccum.schedule.registry import BUILT_IN, build, entry, names
 from megaaccum.schedule.simulate import Costs, Simulation, simulate
 from megaaccum.schedule.table import write_csv
 from megaaccum.schedule.validate import Footprint, validate
@@ -165,6 +165,8 @@ def _rows(args: argparse.Namespace, profile: Profile | None, limit: float | None
         rows, others = [_row(args.schedule, args, profile, limit)], [n for n in args.compare if n != args.schedule]
     else:
         rows, others = [], sorted({*BUILT_IN, *args.compare})
+    for name in args.compare:
+        entry(name)  # a name that no schedule has
     refused = []
     for name in others:
         try:

@@ -203,6 +203,7 @@ def test_plan_and_run_begin_together(tmp_path):
     [
         ("--pp 4 -m 6 --schedule dualpipev", "needs at least 2 * 4 = 8 micro-batches"),
         ("--pp 4 -m 8 --schedule dualpipe", "did you mean dualpipev"),
+        ("--pp 4 -m 8 --schedule zbv --compare 1f1b,dualpipe", "did you mean dualpipev"),
         ("--pp 0 -m 8 --schedule zbv", "both must be at least 1"),
         ("--pp 4 -m 8 --schedule zbv --search --memory-limit 0.5", "rank 0 needs 1 (0 of it state)"),
         ("--pp 4 -m 8 --schedule auto --memory-limit 0.5", "The one that holds least is v-min, 2."),
