@@ -187,10 +187,10 @@ def _let_ranks_have_all_tokens(layer: Any) -> None:
         layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups
     )
     for expert in layer.experts.local_experts:
-        expert.forward = partial(_weighted, expert.forward)
+        expert.forward = partial(weighted, expert.forward)
 
 
-def _weighted(forward: Callable[..., Any], tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+def weighted(forward: Callable[..., Any], tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
     """The output of an expert, times the weights of its tokens."""
     output, _ = forward(tokens, torch.ones_like(weights))
     return (output * weights.unsqueeze(-1)).to(output.dtype), None
@@ -347,7 +347,7 @@ def cut_sequences(chunks: Iterable[torch.nn.Module], blocks: int, cp: dist.Proce
             if module is not None:
                 module.forward = partial(_by_block, cut, module.forward)
             if isinstance(module, MoELayer):
-                module.forward = partial(_balanced, cut, module.router, module.forward)
+                module.forward = partial(balanced, cut, module.router, module.forward)
 
 
 def _by_block(cut: Cut, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
@@ -364,7 +364,7 @@ def _by_block(cut: Cut, forward: Callable[..., Any], hidden: torch.Tensor, *args
     return (output, *biases) if biases else output
 
 
-def _balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
+def balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
     """The forward of a layer of experts, whose balancing losses compare the scores of a block with the tokens that
     experts get of the whole sequence."""
     if cut.count == 1 or not (router.is_aux_loss_enabled() and router.training and torch.is_grad_enabled()):

@@ -197,13 +197,14 @@ def _forward(
     counts = _counts(layer.token_dispatcher, layer.num_local_experts)
     first = wgrad.source() * counts.shape[1]  # of this block of a sequence
     numbers = range(first, first + counts.shape[1])
-    calls = [partial(_call, expert, number) for expert in built.local_experts for number in numbers]
+    calls = [partial(multiply_for, expert, number) for expert in built.local_experts for number in numbers]
     stand_in: Any = SimpleNamespace(config=built.config, num_local_experts=len(calls), local_experts=calls)
     output: tuple[torch.Tensor, torch.Tensor | None] = SequentialMLP.forward(stand_in, tokens, counts.ravel(), probs)
     return output
 
 
-def _call(expert: torch.nn.Module, number: int, *args: torch.Tensor) -> Any:
+def multiply_for(expert: torch.nn.Module, number: int, *args: torch.Tensor) -> Any:
+    """The output of an expert for the tokens of one rank's run, whose number its gradients have."""
     with wgrad.tokens_from(number):
         return expert(*args)
 

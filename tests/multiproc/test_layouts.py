@@ -244,8 +244,8 @@ def blocks_for_sources() -> Iterator[None]:
     """Two ranks send an expert the tokens of two blocks, whose gradients are those of two ranks' first blocks."""
     from megaaccum.sharding import experts
 
-    call, swapped = experts._call, (0, 2, 1, 3)
-    with patch.object(experts, "_call", lambda expert, number, *args: call(expert, swapped[number], *args)):
+    call, swapped = experts.multiply_for, (0, 2, 1, 3)
+    with patch.object(experts, "multiply_for", lambda expert, number, *args: call(expert, swapped[number], *args)):
         yield
 
 
@@ -254,7 +254,7 @@ def weights_over_columns() -> Iterator[None]:
     the columns of a rank."""
     from megaaccum.executor import blocks
 
-    with patch.object(blocks, "_weighted", lambda forward, tokens, weights: forward(tokens, weights)):
+    with patch.object(blocks, "weighted", lambda forward, tokens, weights: forward(tokens, weights)):
         yield
 
 
@@ -262,7 +262,7 @@ def balanced_by_block() -> Iterator[None]:
     """The balancing loss of a block counts the tokens of a rank's block alone."""
     from megaaccum.executor import blocks
 
-    with patch.object(blocks, "_balanced", lambda cut, router, forward, *args, **keys: forward(*args, **keys)):
+    with patch.object(blocks, "balanced", lambda cut, router, forward, *args, **keys: forward(*args, **keys)):
         yield
 
 
