@@ -163,13 +163,18 @@ def read_all(folder: Path) -> list[Record]:
     return found
 
 
-def config_of(receipt: Record) -> Config:
-    """The configuration that a receipt records, resolved."""
+def config_of(receipt: Record, folder: Path | None = None) -> Config:
+    """The configuration that a receipt records, resolved. folder: the run's, which may have moved since; folders in it
+    that were not given are in it still."""
     config = Config()
     for section, keys in receipt["configuration"].items():
         for name, facts in keys.items():
-            setattr(getattr(config, section), name, facts["value"])
+            found = facts["value"]
+            if folder is not None and facts["from"] == "derived" and name in ("save", "data_cache_path"):
+                found = str(folder / Path(found).name)
+            setattr(getattr(config, section), name, found)
     config.megatron = receipt["megatron"]
+    config.run.output_dir = config.run.output_dir if folder is None else str(folder)
     return config
 
 

@@ -17,6 +17,7 @@ from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document, read_tokenizer
 from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.training.sampling import Draw, sample
 from megaaccum.pretrain.weights import config_json, foreign, inference
 
@@ -104,7 +105,7 @@ class Generation:
             foreign.load(engine, self.source, vocab_size=self.vocab_size)
             return
         engine.shape = save_load.shape_of(engine.plan, self.vocab_size)
-        folder = self.checkpoint or Path(self._run_config.run.save or self.source / "checkpoints")
+        folder = self.checkpoint or checkpoint_folder(self._run_config)
         if not engine.load(folder):
             raise CheckpointError(f"{folder} holds no checkpoint: give --checkpoint the folder of one")
 
@@ -120,9 +121,7 @@ class Generation:
 
     @cached_property
     def _run_config(self) -> Config:
-        config = receipts.config_of(self._receipt)
-        config.run.output_dir = str(self.source)  # which may have moved
-        return config
+        return receipts.config_of(self._receipt, self.source)
 
     @property
     def _model_folder(self) -> Path | None:

@@ -44,12 +44,10 @@ _SHARED = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight":
 def current_of(run: Path, checkpoint: Path | None) -> tuple[Config, Path]:
     """(the configuration of a run by its output_dir, its current checkpoint unless another is given). Raises
     MegaaccumError if it has none."""
-    config = receipts.config_of(receipts.read_all(run)[-1])
-    config.run.output_dir = str(run)  # which may have moved
-    saved = Path(config.run.save) if config.run.save else run / "checkpoints"
-    checkpoint = checkpoint or latest(saved)
+    config = receipts.config_of(receipts.read_all(run)[-1], run)
+    checkpoint = checkpoint or latest(str(config.run.save))
     if checkpoint is None:
-        raise CheckpointError(f"{saved} holds no checkpoint: give --checkpoint the folder of one")
+        raise CheckpointError(f"{config.run.save} holds no checkpoint: give --checkpoint the folder of one")
     return config, checkpoint
 
 

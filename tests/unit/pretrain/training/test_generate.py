@@ -15,9 +15,13 @@ def test_the_checkpoints_of_a_run_are_in_the_folder_that_is_given(save: str | No
     """The output_dir that the run had is of another working directory, or has another name now."""
     from megaaccum.pretrain.training.generate import Generation
 
-    planned, loaded = plan(output_dir="runs/first"), []
-    planned.config.run.save = save
+    loaded: list[Path] = []
+    keys = {"output_dir": ("runs/first", "run.yaml"), "save": (save or "runs/first/checkpoints", "derived")}
+    if save is not None:
+        keys["save"] = save, "run.yaml"
+    section = {name: {"value": value, "from": origin} for name, (value, origin) in keys.items()}
     wanted = Generation(Path("moved"), ["a"], 1)
-    vars(wanted).update(_receipt={"data": {"vocab_size": 64}}, _run_config=planned.config)
+    vars(wanted).update(_receipt={"data": {"vocab_size": 64}, "configuration": {"run": section}, "megatron": {}})
+    planned = plan(output_dir="runs/first")
     wanted.load(SimpleNamespace(plan=planned, load=lambda path: loaded.append(path) is None))
     assert loaded == [Path(folder)]
