@@ -155,9 +155,9 @@ def with_lengths(
         return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
     if max(most) > longest:
         return batch, ConfigError(f"a micro-batch has {max(most)} tokens, but seq_length is {longest}: raise it")
-    for key, pieces in _cuts_of_sequences(plan).items():
+    for key, pieces in (cuts := _cuts_of_sequences(plan)).items():
         if uneven := [length for length in most if length % pieces]:
-            padded = nearest_multiples(uneven[0], math.lcm(*_cuts_of_sequences(plan).values()))[-1]
+            padded = nearest_multiples(uneven[0], math.lcm(*cuts.values()))[-1]
             return batch, ConfigError(
                 f"a micro-batch has {uneven[0]} tokens, which {key} cuts into {pieces} equal pieces: pad it to {padded}"
             )

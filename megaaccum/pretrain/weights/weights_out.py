@@ -225,8 +225,7 @@ class Export:
             content["num_nextn_predict_layers"] = self.config.model.mtp_num_layers or 0
         content |= dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        generation = aside / "generation_config.json"
-        generation.write_text(json.dumps({"_from_model_config": True}, indent=2) + "\n", encoding="utf-8")
+        (aside / "generation_config.json").write_text('{\n  "_from_model_config": true\n}\n', encoding="utf-8")
         given = self.config.data.tokenizer_model
         folder = self.source or (Path(given) if given and Path(given).is_dir() else None)
         if folder is None:
