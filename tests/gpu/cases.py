@@ -184,6 +184,42 @@ def queues(*, count: int, dry: bool) -> Found:
     return {"ok": bool(refusal) == due, "needed": needed, "refused": refusal, "loss": loss}
 
 
+def waiting_receives(*, dry: bool) -> Found:
+    """Seconds of a BF16 product on rank 0 beside 0, 1, 2 and 4 receives that wait, on groups as the executor's lanes:
+    what their thread blocks cost. Rank 1 leaves the GPU idle until the product is timed, then sends."""
+    from megaaccum.executor.p2p import _lane_group
+
+    on_host = dist.new_group(backend="gloo")
+    lanes = [_lane_group([0, 1], cpu.has_accelerator(), None) for _ in range(4)]
+    rank, device, size = dist.get_rank(), cpu.device(), 64 if dry else 4096
+    element = torch.zeros(1, device=device)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = {}
+    for count in (4, 0, 1, 2, 4):  # the first connects
+        posted = [dist.irecv(element.clone(), 1, group=lane) for lane in lanes[:count] if rank == 0]
+        time.sleep(0.2)
+        seconds[count] = _products(a, b, 100) if rank == 0 else 0.0
+        dist.barrier(on_host)
+        posted += [dist.isend(element, 0, group=lane) for lane in lanes[:count] if rank == 1]
+        for work in posted:
+            work.wait()
+        _wait()
+    return {"ok": True, "seconds beside waiting receives": seconds}
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, count: int) -> float:
+    """Median seconds of a product of nine rounds; waits for this stream alone, since another has a receive."""
+    rounds = []
+    for _ in range(9):
+        start = time.perf_counter()
+        for _ in range(count):
+            a @ b
+        if cpu.has_accelerator():
+            torch.cuda.current_stream().synchronize()
+        rounds.append((time.perf_counter() - start) / count)
+    return statistics.median(rounds)
+
+
 def sent_tensors(*, dry: bool) -> Found:
     """A sent tensor is released when it has left, except for the flush's last, and not when the step ends; gloo's small
     ones are kept until the flush ends (executor/p2p.py)."""
@@ -430,7 +466,11 @@ def transformer_engine(*, only: str = "", dry: bool) -> Found:
         out = Path(folder, "fp8.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "tests.gpu.fp8"]
         command += ["--out", str(out)] + (["--dry-run"] if dry else []) + (["--only", only] if only else [])
-        own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEET_AT"}
-        plain = {name: value for name, value in os.environ.items() if name not in own}
-        ended = subprocess.run(command, env=plain, cwd=ROOT, capture_output=True, text=True)
+        ended = subprocess.run(command, env=_plain_environment(), cwd=ROOT, capture_output=True, text=True)
         return json.loads(out.read_text()) if out.exists() else {"ok": False, "output": ended.stderr[-1500:]}
+
+
+def _plain_environment() -> dict[str, str]:
+    """The environment without a launcher's variables."""
+    own = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT MEET_AT".split()
+    return {name: value for name, value in os.environ.items() if name not in own}

@@ -5,7 +5,6 @@ Like those of tests.gpu.cases, each runs on every rank of an existing process gr
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import statistics
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megaaccum.checkpoint import folders
 from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics import journal
-from tests.gpu.cases import FARTHEST, PLAIN, ROOT, Found, _allocated, _large, _timed
+from tests.gpu.cases import FARTHEST, PLAIN, ROOT, Found, _allocated, _large, _plain_environment, _timed
 from tests.support import engines, megatron_loop
 from tests.support.data_samples import counting_pair
 from tests.support.distance import total_error
@@ -70,9 +69,7 @@ def trained(*, keys: str = "", lane: str = "--bf16", dry: bool) -> Found:
 
 def _ended(folder: Path, flags: str) -> subprocess.CompletedProcess[str]:
     """The command, as this rank of a launcher if there are several ranks."""
-    own = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT MEET_AT".split()
-    env = {name: value for name, value in os.environ.items() if name not in own}
-    count = dist.get_world_size()
+    env, count = _plain_environment(), dist.get_world_size()
     port: list[Any] = [None]
     if count > 1:
         with socket.socket() as found:
@@ -85,6 +82,29 @@ def _ended(folder: Path, flags: str) -> subprocess.CompletedProcess[str]:
     command += ["--output_dir", str(folder / "run"), "--data_cache_path", str(folder / "cache")]
     command += ["--nproc_per_node", "1"] if count == 1 else []
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+
+def verified(*, dry: bool) -> Found:
+    """`megaaccum verify --device gpu` of a LLaMA-like model on one rank: exit code 0."""
+    keys = (
+        "--num_layers 2 --hidden_size 64 --num_attention_heads 4 --seq_length 64 --normalization RMSNorm --swiglu "
+        "--no_add_bias_linear --vocab_size 128 --micro_batch_size 1 --pp_microbatches 4 --lr 1e-3 --train_iters 2"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "megaaccum",
+        "verify",
+        "--device",
+        "gpu",
+        "--world-size",
+        "1",
+        "--bf16",
+        *keys.split(),
+    ]
+    command += ["--dry-run"] if dry else []
+    ended = subprocess.run(command, env=_plain_environment(), cwd=ROOT, capture_output=True, text=True)
+    return {"ok": ended.returncode == 0, "printed": (ended.stdout + ended.stderr)[-3000:]}
 
 
 def engine(*, layout: str = "", dry: bool) -> Found:

@@ -60,6 +60,7 @@ _EXTRA = {
     "cold experts": ("--cold_expert_offload --cold_expert_steps 1 --cold_expert_tokens 20", EXPERTS, "fp32"),
     "experts": ("", EXPERTS, "bf16"),
     "rank order": ("--deterministic", "", "fp32"),
+    "muon": ("--optimizer muon", "", "bf16"),
 }
 _TWO = {
     "1f1b": (2, PP),
@@ -123,6 +124,7 @@ def _doors() -> list[Spec]:
     return [
         Spec(name="train", group="doors", module=module, function="trained", seconds=240),
         Spec(name="train zbv", group="doors", module=module, function="trained", seconds=240, arguments=layout, **two),
+        Spec(name="verify", group="doors", module=module, function="verified", seconds=240),
         Spec(name="engine", group="doors", module=module, function="engine"),
         Spec(name="engine zbv", group="doors", module=module, function="engine", **two,
              arguments={"layout": PP + "--schedule zbv"}),
@@ -147,8 +149,9 @@ def _two_hosts() -> list[Spec]:
         for count in (1, 8, 32)
     ]  # fmt: skip
     sent = Spec(name="sent", group="twohosts", function="sent_tensors", ranks=2, environment=QUEUES)
+    waiting = Spec(name="waiting receives", group="twohosts", function="waiting_receives", ranks=2, environment=QUEUES)
     cells.sort(key=lambda each: each.ranks)  # neighbours share processes
-    return [probe, lanes, sent, *cells, *queues]
+    return [probe, lanes, sent, waiting, *cells, *queues]
 
 
 def _speed() -> list[Spec]:
