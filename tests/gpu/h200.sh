@@ -10,6 +10,7 @@ cd "$(dirname "$0")/../.."
 wheels=${WHEELS:-.whl} site=${SITE:-/tmp/megaaccum-site}
 if compgen -G "$wheels/*.whl" >/dev/null && [ ! -e "$site/.done" ]; then
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
+  echo 'default:' >"$site/megatron/core/datasets/Makefile"  # Megatron's loop calls make there; the wheel has what it makes
   touch "$site/.done"
 fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"

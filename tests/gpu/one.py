@@ -165,9 +165,9 @@ class Runner:
         self._ranks = None
 
 
-def kind_of(spec: Spec) -> tuple[int, dict[str, str]]:
-    """The number of processes and their environment: cases of one kind can share them."""
-    return spec.ranks, spec.environment
+def kind_of(spec: Spec) -> tuple[int, dict[str, str], str]:
+    """The number of processes and their environment: cases of one kind can share them. A name: of one that does not."""
+    return spec.ranks, spec.environment, spec.name if spec.alone else ""
 
 
 class Ranks:

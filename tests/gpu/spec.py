@@ -13,7 +13,8 @@ from typing import Any
 class Spec:
     """function: of `module`; it is called with `arguments` and `dry`, on every rank, and returns a dict with `ok`.
     seconds: until its processes are ended, with the start and the compilation that a first case waits for. environment:
-    of its processes."""
+    of its processes. alone: in processes of its own, since DeepSpeed's and DDP's hooks keep a model that is no longer
+    used, and its memory with it."""
 
     name: str
     group: str
@@ -22,6 +23,7 @@ class Spec:
     ranks: int = 1
     seconds: int = 150
     environment: dict[str, str] = field(default_factory=dict)
+    alone: bool = False
     module: str = "tests.gpu.cases"
 
     def load(self) -> Callable[..., dict[str, Any]]:
@@ -158,13 +160,14 @@ def _speed() -> list[Spec]:
     arms = {"zero-3": "", "streaming": "--sync streaming", "zero-1": "--zero_stage 1", "fsdp2": "--backend fsdp2",
             "buckets of 5e8": "--reduce_bucket_size 500000000"}  # fmt: skip
     return [
-        Spec(name="mfu bare", group="mfu", function="speed", arguments={"bare": True}, seconds=180),
-        *(Spec(name=f"mfu {name}", group="mfu", function="speed", arguments={"layout": layout}, seconds=180)
+        Spec(name="mfu bare", group="mfu", function="speed", arguments={"bare": True}, seconds=180, alone=True),
+        *(Spec(name=f"mfu {name}", group="mfu", function="speed", arguments={"layout": layout}, seconds=180,
+               alone=True)
           for name, layout in arms.items()),
         *(Spec(name=f"beside megatron{name}", group="mfu", module="tests.gpu.runs", function="beside_megatron",
-               arguments={"layout": layout}, seconds=300)
+               arguments={"layout": layout}, seconds=300, alone=True)
           for name, layout in {" zero-3": "", "": "--backend megatron"}.items()),
-        Spec(name="profile", group="profile", function="idle_gaps", seconds=180),
+        Spec(name="profile", group="profile", function="idle_gaps", seconds=180, alone=True),
         Spec(name="layer", group="layer", function="layer"),
     ]  # fmt: skip
 
@@ -172,7 +175,7 @@ def _speed() -> list[Spec]:
 def _memory() -> list[Spec]:
     cells = [
         Spec(name=f"memory {size} {sync}{' growing' * grows}", group="memory", function="memory",
-             arguments={"size": size, "sync": sync},
+             arguments={"size": size, "sync": sync}, alone=True,
              environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
         for grows in (False, True)
         for size in ("0.3B", "1.2B", "3B")
@@ -181,7 +184,7 @@ def _memory() -> list[Spec]:
     return [
         *cells,
         Spec(name="communicator", group="memory", function="communicator"),
-        Spec(name="auto at the edge", group="memory", function="auto_at_the_edge"),
+        Spec(name="auto at the edge", group="memory", function="auto_at_the_edge", alone=True),
         *(Spec(name=f"loop {name}", group="loop", function="executor_alone", arguments={"schedule": name})
           for name in ("gpipe", "zb-h1")),
     ]  # fmt: skip
