@@ -183,8 +183,7 @@ def _kinds(tensor: torch.Tensor) -> str:
 
 
 def _is_finite_on_the_host(grad: torch.Tensor) -> bool:
-    """Whether the sum of a gradient in host memory is finite, so that all of it is: to ask that is one pass over it,
-    and to count and to replace are six."""
+    """Whether the sum of a gradient in host memory is finite, so that all of it is: one pass instead of six."""
     return math.isfinite(grad.sum().item())
 
 
@@ -203,7 +202,7 @@ class ZeroNonFinite:
     def __call__(self, name: str, grad: torch.Tensor) -> None:
         if grad.is_cpu and _is_finite_on_the_host(grad):
             return
-        count = torch.isfinite(grad).logical_not_().sum()
+        count = torch.count_nonzero(grad - grad)  # inf - inf is nan; isfinite is four kernels on a GPU
         self._counts[name] = self._counts[name] + count if name in self._counts else count
         torch.nan_to_num_(grad, nan=0.0, posinf=0.0, neginf=0.0)
 

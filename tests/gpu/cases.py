@@ -201,7 +201,7 @@ def waiting_receives(*, dry: bool) -> Found:
         posted = [dist.irecv(element.clone(), 1, group=lane) for lane in lanes[:count] if rank == 0]
         time.sleep(0.2)
         seconds[count] = _products(a, b, 100) if rank == 0 else 0.0
-        dist.barrier(on_host)
+        dist.all_reduce(torch.zeros(1), group=on_host)
         posted += [dist.isend(element, 0, group=lane) for lane in lanes[:count] if rank == 1]
         for work in posted:
             work.wait()
@@ -239,6 +239,7 @@ def sent_tensors(*, dry: bool) -> Found:
         most = max(most, sum(each() is not None for each in sent))
 
     rig = Rig.of(Case(2, "--pp 2 --schedule gpipe --pp_microbatches 16", PLAIN))
+    rig.train()  # messages of a first flush go through host memory
     with patch.object(p2p._Outbox, "put", noting):
         rig.train()
     gc.collect()
@@ -420,14 +421,17 @@ def memory(*, size: str, sync: str, dry: bool) -> Found:
 
 
 def communicator(*, dry: bool) -> Found:
-    """Bytes of device memory that one more communicator takes."""
-    used = []
-    for _ in range(4):
-        group = dist.new_group([0])
+    """Bytes of device memory that one more communicator takes, and one with a lane's thread blocks."""
+    from megaaccum.executor.p2p import _lane_group
+
+    def used_after(group: Any) -> int:
         dist.all_reduce(torch.ones(1 << 20, device=cpu.device()), group=group)
         _wait()
-        used.append(_allocated().get("used", 0))
-    return {"ok": True, "used after each": used}
+        return int(_allocated().get("used", 0))
+
+    plain = [used_after(dist.new_group([0])) for _ in range(3)]
+    lanes = [used_after(_lane_group([0], cpu.has_accelerator(), None)) for _ in range(3)]
+    return {"ok": True, "used after each": plain, "used after each lane": lanes}
 
 
 def auto_at_the_edge(*, dry: bool) -> Found:

@@ -136,7 +136,9 @@ def _pretrained(run: Run) -> list[str]:
 
     training.destroy_global_state()
     parallel_state.destroy_model_parallel()
-    sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *run.flags.split()]
+    # With it Megatron 0.19 leaves the model in host memory, also beside a GPU.
+    flags = FLAGS.replace("--use-cpu-initialization ", "") if cpu.has_accelerator() else FLAGS
+    sys.argv = ["pretrain_gpt.py", *flags.split(), *run.flags.split()]
     args = parse_and_validate_args()
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(same_weights)

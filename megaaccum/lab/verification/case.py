@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megaaccum.config import Config, Plan, resolve
+from megaaccum.config import precision as defaults
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import Source
@@ -88,9 +89,10 @@ class Case:
 
     @property
     def lane(self) -> Lane:
-        """The precision that the keys ask for."""
-        given = {name: name for name in ("bf16", "fp16") if self.keys.get(name)}
-        return self.keys.get("params_dtype") or next(iter(given), "fp32")  # type: ignore[return-value]
+        """The precision that the keys ask for, or that a run has here without any: BF16 on a GPU."""
+        asked = [name for name in ("bf16", "fp16") if self.keys.get(name)]
+        asked.append("fp32" if defaults.KEYS & self.keys.keys() else defaults.default()[0])
+        return self.keys.get("params_dtype") or asked[0]  # type: ignore[return-value]
 
     def in_lane(self, lane: Lane) -> Case:
         """This case in another precision. In FP64 torch DDP replaces backends that do not support it."""
@@ -117,7 +119,7 @@ class Case:
 
 def precision(lane: Lane) -> Keys:
     """The keys of a precision."""
-    return {} if lane == "fp32" else {"params_dtype": lane}
+    return {"params_dtype": lane}
 
 
 def config_of(keys: Keys, megatron: Keys) -> Config:

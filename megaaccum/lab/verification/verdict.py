@@ -177,8 +177,7 @@ def lanes_of(case: Case) -> list[Lane]:
     lanes: list[Lane] = ["fp64"] if case.in_lane("fp64").is_legal() else []
     if case.keys.get("backend") != "ddp" or case.lane == "fp32":
         lanes.append("fp32")
-    configured = case.lane
-    wanted: list[Lane] = [configured, "bf16"] if case.device == "gpu" and configured != "fp16" else [configured]
+    wanted: list[Lane] = [case.lane, "bf16"] if case.device == "gpu" and case.lane != "fp16" else [case.lane]
     routes = bool(case.keys.get("num_experts"))  # to other experts, for a rounding of 16 bits
     return lanes + [each for each in dict.fromkeys(wanted) if each not in lanes and not (routes and each[2:] == "16")]
 
@@ -201,8 +200,7 @@ def _is_refusal(error: RanksFailed) -> bool:
 
 def _short(error: RanksFailed) -> str:
     """The first rank's error, or the harness' message."""
-    failed = sorted((each for each in error.outcomes if each.failed), key=lambda each: each.order)
-    for outcome in failed:
+    for outcome in sorted((each for each in error.outcomes if each.failed), key=lambda each: each.order):
         if outcome.error is not None:
             return f"rank {outcome.rank}: {outcome.error.kind}: {outcome.error.text}"
     return str(error).splitlines()[0]

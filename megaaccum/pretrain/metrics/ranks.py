@@ -25,6 +25,8 @@ TOLERANCE = 0.1
 """Relative deviation of bytes from the plan above which an alarm is raised."""
 ACTIVATIONS_TOLERANCE = 0.25
 """Relative deviation of activations, which include workspaces of kernels."""
+WORKSPACES = 256 * 2**20
+"""Bytes that cuBLAS's and Transformer Engine's workspaces may take on a GPU: 134 to 217 MiB on an H200."""
 LEAST = 2**20
 """Bytes of memory below which a deviation is no alarm."""
 SMALL = 1024
@@ -98,8 +100,7 @@ class Ranks:
         self._num_steps += 1
         if self._num_steps != 2 and self._num_steps % self._interval:
             return []
-        mine, self._window = self._report(), _Window()
-        reports = _gathered(mine)
+        reports, self._window = _gathered(self._report()), _Window()
         late = self.stragglers(reports) if self._num_steps >= self._interval else {}
         found = late | self.alarms(reports)
         new = [("straggler" if key in late else "alarm", text) for key, text in found.items() if key not in self._named]
@@ -178,7 +179,7 @@ class Ranks:
         yield from self._traffic_deviations(report, planned)
         kinds = dict(planned.memory)
         if self._plan.config.model.num_experts is None:  # an expert's number of tokens varies
-            kinds["activations"] += kinds["loss"] + kinds["workspace"]
+            kinds["activations"] += kinds["loss"] + kinds["workspace"] + WORKSPACES * cpu.has_accelerator()
         else:
             del kinds["activations"]
         slack = LEAST + 16 * report.largest  # ZeRO-1 and -2 keep a gradient whole that two ranks share

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaaccum.config import Plan, resolve
+from megaaccum.config import Plan, precision, resolve
 from megaaccum.config.stage_layout import layers_of_stages
+from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.reference import lr_schedule
 from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
 from megaaccum.lab.verification.verdict import lanes_of
@@ -131,3 +132,21 @@ def test_precisions_that_are_compared(keys, lanes):
     """Experts in 16 bits are left out: rounding changes which expert a token goes to."""
     config = make(**keys)
     assert lanes_of(as_case(config, resolve(config, world_size=1), shrink=True).case) == lanes
+
+
+def test_each_lane_has_its_precision_where_a_gpu_makes_bf16_the_default(monkeypatch):
+    monkeypatch.setattr(precision, "compute_capability", lambda: (9, 0))
+    keys = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "seq_length": 16,
+        "train_iters": 2,
+        "lr": 1e-3,
+    }
+    keys |= {"vocab_size": 61, "data_path": ["none"], "micro_batch_size": 1, "pp_microbatches": 2}
+    case = Case(keys=keys, world_size=1, device="gpu")
+    assert (case.lane, lanes_of(case)) == ("bf16", ["fp64", "fp32", "bf16"])
+    for lane in lanes_of(case):
+        assert case.in_lane(lane).plan().config.sharding.params_dtype == lane
+        assert case.one_process(lane).config.sharding.params_dtype == lane

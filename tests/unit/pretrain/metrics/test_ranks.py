@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megaaccum.lab.planner.expected import Expected
+from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics.ranks import RankReport, Ranks
 from tests.support.configs import plan
 
@@ -105,6 +106,12 @@ def test_what_leaves_the_plan_is_an_alarm_with_both_numbers(report, words):
 )
 def test_what_is_within_the_tolerance_or_unknown_is_none(report):
     assert ranks().alarms(four(**report)) == {}
+
+
+def test_on_a_gpu_workspaces_of_libraries_are_no_alarm(monkeypatch):
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    assert ranks().alarms(four(activations=810 * MIB)) == {}
+    assert list(ranks().alarms(four(activations=830 * MIB))) == ["memory activations"]
 
 
 def test_without_a_plan_there_is_nothing_to_leave():
