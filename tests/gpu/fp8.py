@@ -304,6 +304,34 @@ def weight_gradients_apart() -> dict:
     return {"ok": all(t["apart"] < 1e-5 and t["delayed layers"] > 0 for t in told.values())} | told
 
 
+class _Fused:
+    """The product that adds itself to a sum in FP32, by torch's own, where apex' kernel is not installed."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x, grad, total) -> None:
+        import torch
+
+        from megaaccum.platform import cpu
+
+        if cpu.has_accelerator():
+            torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
+        else:  # where torch has no such product
+            total.add_(grad.float().t() @ x.float())
+
+
+def fused_weight_gradients() -> dict:
+    """Weight gradients added inside their products against the same ones added after them, which rounds each to BF16
+    first."""
+    from megatron.core.tensor_parallel import layers
+
+    plain = _gradient(_case())
+    kernel = {} if layers._grad_accum_fusion_available else {"fused_weight_gradient_mlp_cuda": _Fused}
+    with patch.multiple(layers, _grad_accum_fusion_available=True, create=True, **kernel):
+        fused = _gradient(_case("--gradient_accumulation_fusion"))
+    apart = _distance(fused, plain)
+    return {"ok": 0 < apart < 5e-3, "apart": apart}
+
+
 def _delayed(chunk) -> list:
     from megaaccum.upstream import te
 
@@ -359,6 +387,7 @@ CHECKS: dict[str, Callable[[], dict]] = {
     "recipes": recipes,
     "blackwell_only": blackwell_only,
     "weight_gradients_apart": weight_gradients_apart,
+    "fused_weight_gradients": fused_weight_gradients,
     "seconds": seconds,
 }
 

@@ -100,8 +100,9 @@ def _every() -> list[Spec]:
         *_memory(),
         # In FP32 Transformer Engine multiplies in TF32 unless this is set; both cases compare with exact FP32.
         Spec(name="te", group="te", function="transformer_engine", seconds=480, environment=NO_TF32),
-        Spec(name="te documents", group="te", function="transformer_engine", arguments={"only": "documents"},
-             environment=NO_TF32),
+        *(Spec(name=f"te {only}", group="te", function="transformer_engine", arguments={"only": only},
+               environment=NO_TF32)
+          for only in ("documents", "fused_weight_gradients")),
     ]  # fmt: skip
 
 
