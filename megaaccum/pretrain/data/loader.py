@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -212,51 +210,19 @@ def starts_of(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
     return starts
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    error: BaseException
-
-
 class _Prefetcher:
-    """Thread that runs a reader, at most `depth` micro-batches ahead."""
+    """Thread that runs a reader, at most `depth` micro-batches ahead, and one more in its hand."""
 
     def __init__(self, reader: _Reader, depth: int):
-        self._ready: queue.Queue[Batch | _Failure] = queue.Queue(maxsize=depth)
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_fill, args=(reader.read, self._ready, stop), name="megaaccum-loader", daemon=True
-        )
-        # Also runs when the loader is forgotten and at the interpreter's exit, before torch is taken down.
-        self.close = weakref.finalize(self, _end, thread, self._ready, stop)
-        self._failure: _Failure | None = None
-        thread.start()
+        self._read, self._pool = reader.read, ThreadPoolExecutor(1, "megaaccum-loader")
+        # Also runs when the loader is forgotten.
+        self.close = weakref.finalize(self, self._pool.shutdown, cancel_futures=True)
+        self._ahead = deque(self._pool.submit(self._read) for _ in range(depth + 1))
 
     def read(self) -> Batch:
         """The next micro-batch. Raises the error of its preparation, also in later calls."""
         assert self.close.alive, "the loader is closed"
-        item = self._failure or self._ready.get()
-        if isinstance(item, _Failure):
-            self._failure = item
-            raise item.error
-        return item
-
-
-def _fill(read: Callable[[], Batch], ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
-    """The thread: it holds no reference to the loader, so that a forgotten loader ends it."""
-    while not stop.is_set():
-        try:
-            item: Batch | _Failure = read()
-        except BaseException as error:
-            item = _Failure(error)
-        ready.put(item)
-        if isinstance(item, _Failure):
-            return
-
-
-def _end(thread: threading.Thread, ready: queue.Queue[Batch | _Failure], stop: threading.Event) -> None:
-    stop.set()
-    while thread.is_alive():
-        try:
-            ready.get_nowait()  # makes room for the one `put` that may be waiting
-        except queue.Empty:
-            thread.join(timeout=0.01)
+        batch = self._ahead[0].result()
+        self._ahead.popleft()
+        self._ahead.append(self._pool.submit(self._read))
+        return batch

@@ -67,7 +67,7 @@ def steps(loader: MicrobatchLoader, count: int) -> list[list[list[int]]]:
 
 
 def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "megaaccum-loader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("megaaccum-loader")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,8 +151,8 @@ def test_a_whole_step_is_ready_when_the_one_before_took_longer():
     with open_loader(Numbered(10_000), mbs=1, gbs=120, num_workers=2) as loader:
         for _ in range(4):
             loader.next_step()
-            wait_until(lambda: loader._stream._ready.full())  # the step takes longer than reading
-            assert loader._stream._ready.qsize() == 120
+            wait_until(lambda: all(each.done() for each in loader._stream._ahead))  # the step takes longer than reading
+            assert len(loader._stream._ahead) == 121
             loader.commit()
 
 
@@ -298,8 +298,9 @@ def test_closing_ends_the_thread_wherever_it_is():
         loader.close()
         assert not loader_threads()
     loader = open_loader(Numbered(length=2))
-    wait_until(lambda: not loader_threads())  # the thread met the end
+    time.sleep(0.05)  # the thread has met the end
     loader.close()
+    assert not loader_threads()
 
 
 def test_a_forgotten_loader_ends_its_thread():
