@@ -29,7 +29,7 @@ from megaaccum.config.rules.step import is_random, verifies_start
 from megaaccum.distributed.agreement import gathered, printed_once, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
-from megaaccum.lab.verification.relations import CLOSE, Sizes, name_of_factor
+from megaaccum.lab.verification.relations import CLOSE, name_of_factor, sizes_of
 from megaaccum.model.names import named_parameters
 from megaaccum.platform import cpu
 from megaaccum.pretrain.training.evaluation import loader_of
@@ -267,5 +267,5 @@ def _factor(plan: Plan, r: float, first: Sketch, planned: BatchPlan, other: Batc
     ratio = other.microbatches_per_flush / planned.microbatches_per_flush
     if ratio != 1 and min(abs(r / ratio - 1), abs(r * ratio - 1)) <= close:
         return f"x {r:.6g} of that of the other split, whose flushes have {ratio:g} times the micro-batches"
-    sizes = Sizes.of(plan.layout, planned, first.loss_scale)
+    sizes = sizes_of(plan.layout, planned, first.loss_scale)
     return f"{name_of_factor(r, sizes, close)} of that of the other split"

@@ -125,7 +125,7 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
     found.stages = sorted({rank.place["pp"] for rank in ranks for name in wrong if _holds(rank, name)})
     if not wrong:
         return
-    sizes = relations.Sizes.of(plan.layout, plan.batch, ranks[0].steps[0].loss_scale)
+    sizes = relations.sizes_of(plan.layout, plan.batch, ranks[0].steps[0].loss_scale)
     factors = {name: relations.factor_of(each, right[name]) for name, each in wrong.items()}
     if all(left <= close for _, left in factors.values()):
         found.relation = _of_factors({name: r for name, (r, _) in factors.items()}, sizes, close, ranks, reference)
@@ -145,7 +145,7 @@ def _holds(rank: Observed, name: str) -> bool:
 
 
 def _of_factors(
-    factors: dict[str, float], sizes: relations.Sizes, close: float, ranks: list[Observed], reference: Reference
+    factors: dict[str, float], sizes: dict[str, float], close: float, ranks: list[Observed], reference: Reference
 ) -> str:
     """One factor for all, or by stage."""
     values = list(factors.values())

@@ -4,7 +4,6 @@ over micro-batches in which one is missing, counted twice, or weighed otherwise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -17,36 +16,15 @@ CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The numbers of a layout that gradients are wrongly multiplied or divided by."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    ga: int
-    pp_microbatches: int
-    loss_scale: float = 1.0
-
-    @classmethod
-    def of(cls, at: RankLayout, batch: BatchPlan, loss_scale: float) -> Sizes:
-        """The sizes of a layout and of a batch that is cut so."""
-        return cls(
-            dp=at.dp, tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, ga=batch.grad_accum_steps,
-            pp_microbatches=batch.pp_microbatches, loss_scale=loss_scale,
-        )  # fmt: skip
-
-    def named(self) -> dict[str, float]:
-        """By name, those that are not 1."""
-        micro = self.ga * self.pp_microbatches
-        every = {
-            "dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "ga": self.ga,
-            "pp_microbatches": self.pp_microbatches, "micro-batches": micro, "dp * micro-batches": self.dp * micro,
-            "loss scale": self.loss_scale,
-        }  # fmt: skip
-        return {name: float(size) for name, size in every.items() if size != 1}
+def sizes_of(at: RankLayout, batch: BatchPlan, loss_scale: float) -> dict[str, float]:
+    """The numbers of a layout that gradients are wrongly multiplied or divided by, by name; those that are not 1."""
+    ga, micro = batch.grad_accum_steps, batch.num_microbatches
+    every = {
+        "dp": at.dp, "tp": at.tp, "pp": at.pp, "cp": at.cp, "ep": at.ep, "ga": ga,
+        "pp_microbatches": batch.pp_microbatches, "micro-batches": micro, "dp * micro-batches": at.dp * micro,
+        "loss scale": loss_scale,
+    }  # fmt: skip
+    return {name: float(size) for name, size in every.items() if size != 1}
 
 
 def gather(ranks: list[Observed], true: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,14 +74,14 @@ def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
     return r, float((got - r * true).norm()) / size if size else math.inf
 
 
-def name_of_factor(r: float, sizes: Sizes, close: float) -> str:
+def name_of_factor(r: float, sizes: dict[str, float], close: float) -> str:
     """Name a factor: `x 2 (dp)`, `x 0.25 (1 / ga)`; a bare number if no size fits; empty for 1."""
     if abs(r - 1) <= close:
         return ""
     if abs(r) <= close:
         return "is zero"
-    up = [name for name, size in sizes.named().items() if abs(r / size - 1) <= close]
-    down = [name for name, size in sizes.named().items() if abs(r * size - 1) <= close]
+    up = [name for name, size in sizes.items() if abs(r / size - 1) <= close]
+    down = [name for name, size in sizes.items() if abs(r * size - 1) <= close]
     if up:
         return f"x {r:.6g} ({' or '.join(up)})"
     if down:

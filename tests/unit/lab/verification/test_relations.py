@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megaaccum.lab.verification.records import Reference
-from megaaccum.lab.verification.relations import Sizes, factor_of, name_of_factor, name_of_shares, shares_of
+from megaaccum.lab.verification.relations import factor_of, name_of_factor, name_of_shares, shares_of, sizes_of
 
-SIZES = Sizes(dp=2, tp=1, pp=3, cp=1, ep=1, ga=5, pp_microbatches=7, loss_scale=1024.0)
+LAYOUT = SimpleNamespace(dp=2, tp=1, pp=3, cp=1, ep=1)
+BATCH = SimpleNamespace(grad_accum_steps=5, pp_microbatches=7, num_microbatches=35)
+SIZES = sizes_of(LAYOUT, BATCH, 1024.0)
 WEIGHTS = [3.0, 5.0, 2.0, 6.0, 4.0, 4.0]
 DP = 2
 
