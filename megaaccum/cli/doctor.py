@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -51,15 +51,9 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(slots=True)
-class Report:
-    """All findings, in the order in which they are shown."""
-
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def broken(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.state == "broken"]
+def broken(findings: Sequence[Finding]) -> list[Finding]:
+    """Those of the findings that fail the command."""
+    return [finding for finding in findings if finding.state == "broken"]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -259,35 +253,34 @@ def check_private_names() -> Finding:
     return Finding(name, "ok", "all that megaaccum uses of DeepSpeed and Megatron-core is there")
 
 
-def examine() -> Report:
-    """Looks at this machine and this Python environment. What it imports leaves CUDA uninitialised."""
+def examine() -> list[Finding]:
+    """The findings on this machine and this Python environment, in the order in which they are shown. What is imported
+    for them leaves CUDA uninitialised."""
     preload.prepare()
     names = (*REQUIRED, TRANSFORMER_ENGINE, *TRANSFORMER_ENGINE_BINARIES, TRANSFORMER_ENGINE_TORCH)
     versions = {name: installed(name) for name in names}
-    report = Report([Finding("megaaccum", "ok", megaaccum.__version__), check_python(), *check_required(versions)])
-    report.findings += [check_transformer_engine(versions), find_apex(), *check_tools(shutil.which), *find_machine()]
+    findings = [Finding("megaaccum", "ok", megaaccum.__version__), check_python(), *check_required(versions)]
+    findings += [check_transformer_engine(versions), find_apex(), *check_tools(shutil.which), *find_machine()]
     if versions["torch"] is not None:
-        report.findings += find_accelerator()
-    if not report.broken:
-        report.findings.append(check_private_names())
-    return report
+        findings += find_accelerator()
+    return findings if broken(findings) else [*findings, check_private_names()]
 
 
-def show(report: Report) -> None:
-    """Prints the report as a table, remedies below it."""
+def show(findings: Sequence[Finding]) -> None:
+    """Prints the findings as a table, remedies below it."""
     from rich.console import Console
     from rich.table import Table
 
     marks = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "broken": "[red]broken[/]"}
     table = Table("", "", "", box=None, show_header=False, pad_edge=False)
-    for finding in report.findings:
+    for finding in findings:
         table.add_row(finding.name, marks[finding.state], finding.value)
     console = Console(highlight=False)
     console.print(f"megaaccum on {platform.system()} {platform.machine()}")
     console.print(table)
-    for finding in report.broken:
+    for finding in broken(findings):
         console.print(f"[red]{finding.name}[/]: {finding.value}. {finding.remedy}", soft_wrap=True)
-    if not report.broken:
+    if not broken(findings):
         console.print("Nothing is broken.")
 
 
@@ -296,9 +289,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="megaaccum doctor", description="What is installed, and what is wrong.")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments = parser.parse_args(argv)
-    report = examine()
+    findings = examine()
     if arguments.json:
-        print(json.dumps({"findings": [asdict(f) for f in report.findings], "broken": len(report.broken)}, indent=2))
+        print(json.dumps({"findings": [asdict(f) for f in findings], "broken": len(broken(findings))}, indent=2))
     else:
-        show(report)
-    return 1 if report.broken else 0
+        show(findings)
+    return 1 if broken(findings) else 0

@@ -131,7 +131,7 @@ def test_the_machine_is_described_with_our_own_version():
     found = {finding.name: finding for finding in doctor.find_machine()}
     assert list(found) == ["memory", "disk", "shared memory", "limits", "interfaces"]
     assert "are free in /dev/shm" in found["shared memory"].value and "lo" in found["interfaces"].value
-    assert doctor.Finding("megaaccum", "ok", megaaccum.__version__) in doctor.examine().findings
+    assert doctor.Finding("megaaccum", "ok", megaaccum.__version__) in doctor.examine()
 
 
 @pytest.mark.parametrize(("free", "state", "text"), [(GIB // 2, "note", "512.00 MiB"), (3 * GIB, "ok", "3.00 GiB")])
@@ -230,7 +230,7 @@ def test_a_missing_private_name_is_broken(monkeypatch):
 @pytest.mark.parametrize("broken", [True, False])
 def test_the_exit_code_and_json_say_whether_something_is_broken(monkeypatch, capsys, broken):
     finding = doctor.Finding("ninja", "broken" if broken else "ok", "value", "Install it." if broken else "")
-    monkeypatch.setattr(doctor, "examine", lambda: doctor.Report([finding]))
+    monkeypatch.setattr(doctor, "examine", lambda: [finding])
     assert doctor.main(["--json"]) == int(broken)
     answer = json.loads(capsys.readouterr().out)
     assert answer["broken"] == int(broken)
