@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -24,6 +24,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megaaccum.lab.verification.testing import tensors
 from megaaccum.pretrain.launch import processes
@@ -241,20 +242,13 @@ def _context(hide_gpus: bool) -> ForkServerContext:
     return context
 
 
-@contextlib.contextmanager
-def _environment(hide_gpus: bool) -> Iterator[None]:
-    """This process has the environment that the server takes over when it is started."""
+def _environment(hide_gpus: bool) -> contextlib.AbstractContextManager[Any]:
+    """Context in which this process has the environment that the server takes over when it is started."""
     root = str(Path(__file__).resolve().parents[4])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    before = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
-    if hide_gpus:  # these ranks are the CPU lane on a machine with GPUs too
-        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    # These ranks are the CPU lane on a machine with GPUs too.
+    hidden = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}
+    return patch.dict(os.environ, hidden, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------

@@ -346,19 +346,16 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
 @contextlib.contextmanager
 def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
     """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
+    from unittest.mock import patch
+
     import torch
 
-    before = dict(os.environ)
-    os.environ.update(environment)
     gpu = replaced(torch.cuda, get_device_capability=lambda *_: (9, 0))
     te = replaced(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
-    try:
-        with gpu, te, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    silence = contextlib.redirect_stdout(io.StringIO())
+    with patch.dict(os.environ, environment), gpu, te, warnings.catch_warnings(), silence:
+        warnings.simplefilter("ignore")
+        yield
 
 
 # --- what neither is a key nor has a rule ---------------------------------------------------------------------------
