@@ -52,7 +52,7 @@ class Finding:
 
 
 def broken(findings: Sequence[Finding]) -> list[Finding]:
-    """Those of the findings that fail the command."""
+    """The findings that fail the command."""
     return [finding for finding in findings if finding.state == "broken"]
 
 

@@ -12,6 +12,7 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.activations import tokens as tokens_of
 from megaaccum.lab.planner.activations import whole_share
 from megaaccum.lab.planner.layouts import Layouts
+from megaaccum.pretrain.metrics.flops import score_macs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,18 +150,14 @@ def expert_products(model: ModelConfig, at: Layouts, *, imbalance: float) -> Ite
 def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash: bool, backward: bool = False) -> Any:
     """The two products of scores and values in a pass: half of them under a causal mask where they are fused
     (arXiv 2307.08691, whose backward pass makes five), all of them and the traffic of the scores where they are not."""
-    t, heads, keys = tokens_of(model, at), model.num_attention_heads, model.seq_length
-    if model.multi_latent_attention:
-        width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
-    else:
-        width = 2 * (model.kv_channels or 0)
-    flops = 2.0 * t * keys * heads * width / at.tp
+    t, keys = tokens_of(model, at), model.seq_length
+    flops = 2.0 * t * keys * score_macs(model) / at.tp
     e = device.efficiency
     if flash:
         # Short sequences leave most of a tile to the mask; a ring attends to one rank's keys at a time.
         flops = flops * (2.5 if backward else 1.0)
         return flops / 2 * (1 + 512 * at.cp / keys) / (device.peak * e.attention)
-    traffic = t * keys * heads / at.tp * 2 * SCORE_PASSES[backward]
+    traffic = t * keys * model.num_attention_heads / at.tp * 2 * SCORE_PASSES[backward]
     return flops * (2 if backward else 1) / (device.peak * e.scores) + traffic / (device.hbm_bandwidth * e.memory)
 
 

@@ -19,7 +19,7 @@ from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, Cut, LayerCost, Profile, with_one_head
 from megaaccum.lab.search.search import search_order
-from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.pass_numbers import Problem
 from megaaccum.schedule.registry import build

@@ -30,7 +30,7 @@ from megaaccum.lab.planner.footprint import chosen, state_bytes
 from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.platform import cpu
-from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step.loss import ForwardStepFunc

@@ -15,13 +15,7 @@ from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, stages_of
 from megaaccum.lab.planner.weights import Elements
 from megaaccum.optim.owners import COSTS, Matrix, assign, at_owners, balance
-from megaaccum.pretrain.metrics.flops import expert_layers
-
-Shape = tuple[int, int]
-
-
-Fused = tuple[Shape, ...]
-"""The matrices of a parameter."""
+from megaaccum.pretrain.metrics.layer_shapes import elements, expert_layers, layer_matrices
 
 
 def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], at: RankLayout | Layouts) -> Elements:
@@ -29,7 +23,7 @@ def rank_matrices(model: ModelConfig, chunks: Iterable[Stage], at: RankLayout | 
     total = Elements(0, 0)
     for stage in chunks:
         for moe, count in ((False, stage.dense), (True, stage.moe), *_predicted(model, stage)):
-            cut, whole, expert = (sum(r * c for each in kind for r, c in each) for kind in _layer(model, moe))
+            cut, whole, expert = map(elements, layer_matrices(model, moe=moe))
             total = total + Elements(cut // at.tp + whole, expert // (at.ep * at.etp)) * count
         total = total + Elements(2 * model.hidden_size**2 // at.tp, 0) * stage.prediction
     return total
@@ -42,7 +36,7 @@ def stage_matrices(model: ModelConfig, chunks: Iterable[Stage]) -> Iterator[Matr
         kinds = [False] * stage.dense + [True] * stage.moe
         kinds += [moe for moe, count in _predicted(model, stage) for _ in range(count)]
         for layer, moe in enumerate(kinds):
-            cut, whole, experts = _layer(model, moe)
+            cut, whole, experts = layer_matrices(model, moe=moe)
             each = len(experts) // (model.num_experts or 1)
             params = [(f"cut {n}", shapes) for n, shapes in enumerate(cut)]
             params += [(f"whole {n}", shapes) for n, shapes in enumerate(whole)]
@@ -55,32 +49,6 @@ def stage_matrices(model: ModelConfig, chunks: Iterable[Stage]) -> Iterator[Matr
 
 def _predicted(model: ModelConfig, stage: Stage) -> list[tuple[bool, int]]:
     return [(expert_layers(model)[-1], stage.prediction)] if stage.prediction else []
-
-
-def _layer(model: ModelConfig, moe: bool) -> tuple[list[Fused], list[Fused], list[Fused]]:
-    """A layer's parameters: those that tp cuts, those that every tp rank holds whole, and those of routed experts."""
-    cut, whole = _attention(model)
-    if not moe or model.num_experts is None:
-        return [*cut, *_mlp(model, model.ffn_hidden_size or 0)], whole, []
-    shared = model.moe_shared_expert_intermediate_size
-    experts = _mlp(model, model.moe_ffn_hidden_size or 0) * model.num_experts
-    return [*cut, *(_mlp(model, shared) if shared else ())], whole, experts
-
-
-def _mlp(model: ModelConfig, width: int) -> list[Fused]:
-    return [((width, model.hidden_size),) * (2 if model.swiglu else 1), ((model.hidden_size, width),)]
-
-
-def _attention(model: ModelConfig) -> tuple[list[Fused], list[Fused]]:
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if not model.multi_latent_attention:
-        queries, keys = heads * (model.kv_channels or 0), (model.num_query_groups or heads) * (model.kv_channels or 0)
-        return [((queries, hidden), (keys, hidden), (keys, hidden)), ((hidden, queries),)], []
-    latent, wide = model.q_lora_rank, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    down: list[Fused] = [((model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden),)]
-    down += [((latent, hidden),)] if latent else []
-    up = [((heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),), ((wide, latent or hidden),)]
-    return [*up, ((hidden, heads * model.v_head_dim),)], down
 
 
 def owners_of(plan: Plan, matrices: Iterable[Matrix]) -> list[list[Matrix]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
-from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 from megaaccum.schedule.registry import is_v_shaped
 
 

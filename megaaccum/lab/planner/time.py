@@ -23,7 +23,7 @@ from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.model.sizes import padded_rows
 from megaaccum.optim.owners import Cost
-from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""

@@ -9,5 +9,6 @@
 | `receipts` | a file for each start: as planned, as measured |
 | `ranks`, `expected` | stragglers, and ranks that leave the plan |
 | `speed`, `flops`, `param_count` | tokens, FLOPs, parameters |
+| `layer_shapes` | the matrices and elements of a layer, which both of these and the planner count |
 | `goodput` | wall time by cause |
 """

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.pretrain.metrics.layer_shapes import elements, expert_layers, layer_matrices
 from megaaccum.texts import packaged_yaml
 
 FLOPS_PER_MAC = 2
@@ -46,20 +47,19 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     (3) of arXiv 2104.04473 less the recomputed forward pass and the masked half of the scores.
     """
     model = config.model
-    assert model.kv_channels is not None and model.num_query_groups is not None, "the config is not resolved"
-    projections, scores_per_key = attention_weights(model), _score_macs(model)
-    if model.multi_latent_attention:  # Megatron counts a multiply-add for each element of a normed latent
-        projections += model.kv_lora_rank + (model.q_lora_rank or 0)
-    num_extra = model.mtp_num_layers or 0
-    num_layers = model.num_layers + num_extra
+    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, "the config is not resolved"
+    num_extra, layers = model.mtp_num_layers or 0, expert_layers(model)
+    layers += layers[-1:] * num_extra  # built like the last one
+    # Megatron counts a multiply-add for each element of a normed latent, and of the three norms before a layer that
+    # predicts, beside the projection that joins its two embeddings.
+    latents = (model.kv_lora_rank + (model.q_lora_rank or 0)) * model.multi_latent_attention
     per_token = (
-        projections * num_layers
-        + _mlp_macs(model)
-        + _mtp_projection_macs(model) * num_extra
+        sum(_visited(model, moe=moe) + latents for moe in layers)
+        + (2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size) * num_extra
         + model.hidden_size * padded_vocab_size(config, vocab_size) * (1 + num_extra)
     )
     tokens = batch.global_batch_size * batch.seq_length
-    scores = scores_per_key * num_layers * tokens * batch.seq_length / 2
+    scores = score_macs(model) * len(layers) * tokens * batch.seq_length / 2
     return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
 
 
@@ -78,47 +78,14 @@ def peak_flops(device_name: str | None, dtype: str) -> float | None:
     return next((peak for needed, peak in PEAKS if needed <= words), None)
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Elements of one layer's attention matrices, over all ranks; as many multiply-adds per token."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if not model.multi_latent_attention:
-        channels = model.kv_channels or 0
-        return 2 * hidden * channels * (heads + (model.num_query_groups or 0))
-    query_width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    queries = hidden * query_width if model.q_lora_rank is None else model.q_lora_rank * (hidden + query_width)
-    key_values = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim))
-    return queries + key_values + hidden * model.qk_pos_emb_head_dim + heads * model.v_head_dim * hidden
-
-
-def _score_macs(model: ModelConfig) -> int:
+def score_macs(model: ModelConfig) -> int:
     """Multiply-adds of one layer's attention scores and of the values that they weigh, per token and key."""
     if model.multi_latent_attention:
         return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim)
     return 2 * model.num_attention_heads * (model.kv_channels or 0)
 
 
-def _mlp_macs(model: ModelConfig) -> int:
-    """Multiply-adds per token of the MLPs of all layers, those of multi-token prediction included."""
-    assert model.ffn_hidden_size is not None, "the config is not resolved"
-    num_matrices = 3 if model.swiglu else 2
-    layers = expert_layers(model)
-    layers += layers[-1:] * (model.mtp_num_layers or 0)  # built like the last one
-    dense = model.ffn_hidden_size
-    visited = (model.moe_ffn_hidden_size or model.ffn_hidden_size) * model.moe_router_topk
-    sparse = visited + (model.moe_shared_expert_intermediate_size or 0)
-    return num_matrices * model.hidden_size * sum(sparse if moe else dense for moe in layers)
-
-
-def expert_layers(model: ModelConfig) -> list[bool]:
-    """For each layer whether it holds experts: every n-th from the first, or as moe_layer_freq lists."""
-    if model.num_experts is None:
-        return [False] * model.num_layers
-    if isinstance(model.moe_layer_freq, int):
-        return [layer % model.moe_layer_freq == 0 for layer in range(model.num_layers)]
-    return [entry == 1 for entry in model.moe_layer_freq]
-
-
-def _mtp_projection_macs(model: ModelConfig) -> int:
-    """Multiply-adds per token of the projection that joins two embeddings before a multi-token-prediction layer, with
-    its norms."""
-    return 2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size
+def _visited(model: ModelConfig, *, moe: bool) -> int:
+    """Elements of a layer's matrices, of routed experts those that a token visits: as many multiply-adds per token."""
+    cut, whole, experts = map(elements, layer_matrices(model, moe=moe))
+    return cut + whole + (experts // model.num_experts * model.moe_router_topk if model.num_experts else 0)

@@ -11,7 +11,7 @@ from megaaccum.lab.planner.stages import chunks_of_rank, stages_of
 from megaaccum.lab.planner.sync_mode import Forecast
 from megaaccum.optim.owners import assign, balance
 from megaaccum.pretrain.interop.load import load
-from megaaccum.pretrain.metrics.param_count import layer_parameters
+from megaaccum.pretrain.metrics.layer_shapes import layer_elements
 from tests.support.check import run
 from tests.support.parity import merged
 
@@ -37,7 +37,7 @@ def test_they_are_all_weights_but_norms_and_routers(flags):
     found = list(matrices.stage_matrices(config.model, chunks))
     moe = config.model.num_experts is not None
     router = 64 * (config.model.num_experts or 0)
-    wanted = 4 * (layer_parameters(config.model, moe=moe) - 2 * 64 - router)
+    wanted = 4 * (sum(layer_elements(config.model, moe=moe)) - 2 * 64 - router)
     assert sum(matrix.numel for matrix in found) == wanted
     assert matrices.rank_matrices(config.model, chunks, made.layout).total == wanted
     assert len(set(found)) == len(found)

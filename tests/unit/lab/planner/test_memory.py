@@ -16,7 +16,7 @@ from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layo
 from megaaccum.lab.planner.memory import KINDS, MemoryModel, PipelineRank, Usage
 from megaaccum.lab.planner.workload import Workload, make_workload
 from megaaccum.pretrain.interop.load import load
-from megaaccum.pretrain.metrics import param_count
+from megaaccum.pretrain.metrics.layer_shapes import layer_elements
 from tests.support.configs import plan
 
 SEQ, MICRO, HIDDEN, HEADS = 2048, 4, 1024, 16
@@ -223,7 +223,7 @@ def test_fp8_keeps_narrow_inputs_and_two_narrow_copies_of_the_layers_weights() -
     wide, narrow = of(), of("--fp8_format", "hybrid")
     at = layout(dp=8, zero_stage=3)
     states = [each.memory_model().on_rank(at, 0) for each in (wide, narrow)]
-    layers = 8 * param_count.layer_parameters(wide.model, moe=False)
+    layers = 8 * sum(layer_elements(wide.model, moe=False))
     assert states[1]["parameters"][0] - states[0]["parameters"][0] == 2 * layers
     assert states[1]["activations"][0] < states[0]["activations"][0]
     seconds = [each.time_model(each.memory_model()).step(at).total[0] for each in (wide, narrow)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.config import Config, resolve
-from megaaccum.pretrain.metrics.flops import expert_layers
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 from megaaccum.pretrain.metrics.param_count import count_parameters
 
 BASE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32)
