@@ -15,28 +15,19 @@ from megaaccum.schedule.pass_numbers import Problem, Wave, justified, waves
 from megaaccum.schedule.simulate import Costs
 
 
-def v_half_limit(pp: int) -> int:
-    """Passes of a micro-batch through a chunk that V-Half holds, until their weight gradients: 1F1B holds 2 * pp."""
-    return 2 * (pp // 2) + 2
-
-
-def v_min_limit(pp: int) -> int:
-    """Passes through a chunk that V-Min holds, until their weight gradients."""
-    return 2 * (pp // 3 + 1 + (pp % 3 == 2))
-
-
 def v_half(pp: int, num_microbatches: int) -> Sequence[Sequence[Item]]:
     """The table of V-Half."""
-    return _fastest(pp, num_microbatches, v_half_limit(pp))
+    return _fastest(pp, num_microbatches, limit=2 * (pp // 2) + 2)
 
 
 def v_min(pp: int, num_microbatches: int) -> Sequence[Sequence[Item]]:
     """The table of V-Min."""
-    return _fastest(pp, num_microbatches, v_min_limit(pp))
+    return _fastest(pp, num_microbatches, limit=2 * (pp // 3 + 1 + (pp % 3 == 2)))
 
 
 def _fastest(pp: int, num_microbatches: int, limit: int) -> Sequence[Sequence[Item]]:
-    """The best of the waves. Gaps are closed in the fastest of them only, which takes most of the time."""
+    """The best of the waves. limit: passes of micro-batches through a chunk that a rank holds until their weight
+    gradients, of which 1F1B holds 2 * pp. Gaps are closed in the fastest of them only, which takes most of the time."""
     problem = _problem(pp, num_microbatches, limit)
     orders = [wave.order(problem) for wave in _fastest_waves(pp, min(num_microbatches, pp + 4), limit)]
     best = min((justified(problem, order) for order in orders if problem.fits(order)), key=problem.time)

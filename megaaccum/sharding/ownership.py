@@ -306,7 +306,8 @@ class _Holders:
 
     def round(self, members: list[tuple[int, Matrix]]) -> Round:
         """The moves of this rank in a round of (owner, matrix)."""
-        found = Round([matrix for owner, matrix in members if owner == self._me], *self._no_moves())
+        none: Iterator[Moves] = ([[] for _ in range(self._size)] for _ in range(4))
+        found = Round([matrix for owner, matrix in members if owner == self._me], *none)
         for owner, matrix in members:
             for sender, each in self._sources(owner, matrix):
                 for run in each.runs(matrix.part):
@@ -343,10 +344,6 @@ class _Holders:
             ranks = self._pieces[matrix.name][each]
             # Of equal pieces that of the owner needs no way; else owners ask different replicas.
             yield owner if owner in ranks else ranks[owner % len(ranks)], each
-
-    def _no_moves(self) -> Iterator[Moves]:
-        for _ in range(4):
-            yield [[] for _ in range(self._size)]
 
 
 def _held(groups: Groups, chunks: list[torch.nn.Module], backend: ShardingBackend) -> list[Held]:
