@@ -196,6 +196,8 @@ def train_each(cells: list[Cell], folder: str) -> list[Trained]:
 
 
 def _train(cell: Cell, folder: Path) -> Trained:
+    from megaaccum.step import evaluation
+
     run = _Run(cell, cell.layout)
     steps, evaluations = [], []
     for step in range(STEPS):
@@ -213,7 +215,7 @@ def _train(cell: Cell, folder: Path) -> Trained:
         result = run.take(step)
         steps.append(Step(result.loss, result.grad_norm, result.num_tokens, result.skipped, result.loss_scale))
         if cell.evaluate:
-            evaluations.append(run.step.evaluate(run.microbatches(STEPS))[0])
+            evaluations.append(evaluation.evaluate(run.step, run.microbatches(STEPS))[0])
     return Trained(steps, evaluations, run.parts())
 
 
@@ -258,6 +260,8 @@ class _Run:
 
     def take(self, step: int) -> StepResult:
         """One optimizer step. With several calls, an evaluation comes between the first two."""
+        from megaaccum.step import evaluation
+
         cell = self.cell
         mine, self._upcoming = self._upcoming or self.microbatches(step), None
         if cell.calls == 1:
@@ -270,7 +274,7 @@ class _Run:
             batch = self.step.batch_of(mine[start : start + size])
             self.step.forward_backward(batch, step=step + 1, last=start + size == len(mine), total=total)
             if cell.evaluate and start == 0:
-                self.step.forward(self.step.batch_of(self.microbatches(STEPS)))
+                evaluation.forward(self.step, self.step.batch_of(self.microbatches(STEPS)))
         return self.step.optim_step()
 
     def _total_weight(self, step: int) -> float:

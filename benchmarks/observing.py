@@ -135,7 +135,7 @@ def _loop(plan):
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
     loader = training_run.training_loader(engine, parts.data)
     ranks = Ranks(plan, engine.groups, engine.chunks, advisor.expected_of(plan, parts.data.vocabulary.size))
-    observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.trace)}
+    observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.observer.trace)}
 
     def step(observed: bool) -> StepResult:
         engine.train_steps.observer = observers[observed]

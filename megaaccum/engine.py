@@ -27,7 +27,6 @@ from megaaccum.config.keys import unseen
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
-from megaaccum.distributed.breadcrumbs import Trace
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import (
@@ -44,7 +43,7 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
 from megaaccum.sharding import experts
-from megaaccum.step import chunk_config
+from megaaccum.step import chunk_config, evaluation
 from megaaccum.step.loss import ForwardStepFunc, Reports
 from megaaccum.step.result import StepResult
 from megaaccum.step.speculation import SpeculativeTrainStep
@@ -204,11 +203,6 @@ class Engine:
         return self.trained_buffers | self.train_steps.fp8.tensors
 
     @property
-    def trace(self) -> Trace:
-        """This rank's notes on what it is doing, for a watchdog."""
-        return self.observer.trace
-
-    @property
     def observer(self) -> Observer:
         """The meter of this rank's steps: seconds by phase, bytes, memory."""
         return self.train_steps.observer
@@ -315,14 +309,14 @@ class Engine:
         rank of the pipeline. The open step, if any, is left as it is."""
         with self._guarded():
             batch = self.train_steps.batch_of(data, forward_step_func, count=num_microbatches, lengths=lengths)
-            reports = self.train_steps.forward(batch).reports
+            reports = evaluation.forward(self.train_steps, batch).reports
             last = 0 if self.plan.layout.placement == "v" else self.groups.pp.size() - 1
             return process_groups.share_reports(reports, self.groups.pp, last) if broadcast else reports
 
     def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
         """(loss, weight) of micro-batches without gradients or dropout, over all ranks; the same on every rank."""
         with self._guarded():
-            return self.train_steps.evaluate(microbatches, problem)
+            return evaluation.evaluate(self.train_steps, microbatches, problem)
 
     @contextmanager
     def trial(

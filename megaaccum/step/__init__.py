@@ -12,5 +12,6 @@
 | `recovery`, `retry` | the verdict; the micro-batches once more, to find a bad one |
 | `transaction`, `result` | what commits with the step, and what it returns |
 | `speculation` | the step that updates before its verdict |
+| `evaluation` | forwards alone |
 | `chunk_config` | flags of the user's Megatron chunks that a step relies on |
 """

@@ -20,9 +20,9 @@ def global_norm(
     backend: ShardingBackend,
     groups: Groups,
     *,
-    along: Sequence[torch.Tensor] = (),
-    flag: torch.Tensor | None = None,
-    overflow: torch.Tensor | None = None,
+    along: Sequence[torch.Tensor],
+    flag: torch.Tensor,
+    overflow: torch.Tensor | None,
 ) -> tuple[float, list[float], bool]:
     """(L2 norm of the whole model's gradient, sum of each of `along`, whether some rank's `flag` is not 0): the same on
     every rank; the norm is not finite if any gradient is not.
@@ -36,8 +36,6 @@ def global_norm(
     square = exact_square(counted) if backend.sums.in_one_order else _square(counted)
     if overflow is not None:
         square = square.to(overflow.device) + overflow
-    # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
-    flag = torch.zeros((), device=cpu.device()) if flag is None else flag
     (total, *others), is_flagged = _sums_and_flag([square, *along], flag)
     return total**0.5, others, is_flagged
 
@@ -47,6 +45,7 @@ def _sums_and_flag(parts: Sequence[torch.Tensor], flag: torch.Tensor) -> tuple[l
     sum infinite, so that it takes no number of its own, which costs gloo's ring more than the others together; where
     that sum is not finite, all is summed again with the flags apart."""
     first, *others = parts
+    # Gradients of an offloaded optimizer lie in host memory, and NCCL carries none of that.
     sums = sums_over_ranks([torch.where(flag != 0, torch.inf, cpu.to_device(first)), *others])
     if math.isfinite(sums[0]):
         return sums, False

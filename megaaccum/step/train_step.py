@@ -24,7 +24,6 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, printed_once, raise_together
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.groups import Groups
-from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, names, router_state
@@ -369,7 +368,7 @@ class TrainStep:
             batch, problem = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             known = dict(num_microbatches=len(batch), total_weight=bits)
-            agreed = self._agree_on_call("forward_backward", problem, add=(0, batch.weights is None), **known)
+            agreed = self.agree_on_call("forward_backward", problem, add=(0, batch.weights is None), **known)
             if agreed.sums[1]:  # some rank does not know its weights
                 batch = replace(batch, weights=None)
             if last is None:
@@ -394,7 +393,7 @@ class TrainStep:
         with self.observer.watching():
             step = self.transaction.step + 1 if self.opened is None else self.opened.step
             try:
-                agreed = self._agree_on_call("optim_step", problem, stop=stop, step=step)
+                agreed = self.agree_on_call("optim_step", problem, stop=stop, step=step)
             except StepError:  # of what loss functions have given, which no further call mends
                 self.abandon()
                 raise
@@ -448,38 +447,7 @@ class TrainStep:
     def drop_begun(self) -> None:
         """End the step that began before its call, if one has (SpeculativeTrainStep). Collective over the world."""
 
-    # --- forwards alone, and a gradient without a step on it ---
-
-    def forward(self, batch: Microbatches) -> Tally:
-        """The loss functions' values of `batch`, without gradients or dropout; empty but on ranks of the last stage.
-        The open step stays as it is."""
-        self.drop_begun()
-        self.backend.gather()
-        before = self.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
-        self.fp8.begin_attempt()
-        training = [module for chunk in self.chunks for module in chunk.modules() if module.training]
-        for chunk in self.chunks:
-            chunk.eval()
-        evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(self.plan, self.groups, len(batch))))
-        evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
-        try:
-            with torch.no_grad():
-                self.flush(evaluation, batch, reduce=True, forward_only=True)
-        finally:
-            for module in training:  # a part that is frozen may be evaluated in training too
-                module.training = True
-            self.fp8.restore(before)
-        raise_together(evaluation.tally.problem)
-        return evaluation.tally
-
-    def evaluate(self, microbatches: Sequence[Any], problem: MegaaccumError | None = None) -> tuple[float, float]:
-        """(mean loss, weight) of one global batch, without gradients or dropout; the same on every rank. A `problem` of
-        any rank is raised on every rank, and StepError for weights that are negative or not numbers."""
-        self._agree_on_call("evaluate", problem, num_microbatches=len(microbatches))
-        tally = self.forward(self.batch_of(microbatches))
-        total, weight, bad = sums_over_ranks(world_sums.counted(self.groups, [*tally.sums(), tally.faults()[0]]))
-        world_sums.refuse_weights(bad)
-        return total / (weight or 1.0), weight
+    # --- a gradient without a step on it ---
 
     def gradient(
         self,
@@ -518,7 +486,7 @@ class TrainStep:
             known["lengths"] = [length for _, length in shapes_of(data)] or None
         return read_batch(function, data, self.batch, first=first, **known)
 
-    def _agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
+    def agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
         """All ranks make the same call, after as many of forward_backward, or all raise. Raises a `problem` of any rank
         too, and what was wrong with the values of an earlier call on some rank."""
         calls = 0

@@ -18,7 +18,7 @@ from megaaccum.distributed.agreement import printed_once, raise_together
 from megaaccum.distributed.sums import post_sums, sums_over_ranks
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
-from megaaccum.step.loss import Divisor, Spread, Tally, spread_over_batch
+from megaaccum.step.loss import Divisor, Tally, spread_over_batch
 from megaaccum.step.recovery import Attempt
 
 if TYPE_CHECKING:
@@ -47,27 +47,18 @@ def divisor_of(
     known = [weight for each in weights for weight in each or ()]
     count = sum(len(each) - len(each.dummies) for each in calls)
     spread = spread_over_batch(steps.plan, steps.groups, len(known))
-    summed = post_total_weight(known, count, steps.groups, spread)
-    return lambda: divide(*summed())
+    if steps.groups.collection.cp.rank():  # ranks of one cp group have the same sequences, and the first counts
+        known, count = [0.0] * len(known), 0
+    own = torch.tensor(math.fsum(known) if spread is None else known, dtype=torch.float64)
+    parts = [own if spread is None else spread(own), torch.tensor(count, dtype=torch.float64)]
+    # Over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
+    sums = post_sums(parts, steps.groups.dp_cp)
 
-
-def post_total_weight(
-    weights: Sequence[float], count: int, groups: Groups, spread: Spread | None = None
-) -> Callable[[], tuple[float, int]]:
-    """(N, micro-batches of the step) when they are asked for, from the weights and the number of this rank's.
-    Collective over dp x cp, whose ranks reduce gradients too: a group of dp alone would cost NCCL another communicator.
-    Ranks of one cp group have the same sequences, and the first counts."""
-    if groups.collection.cp.rank():
-        weights, count = [0.0] * len(weights), 0
-    own = torch.tensor(weights, dtype=torch.float64)
-    own = torch.tensor(math.fsum(weights), dtype=torch.float64) if spread is None else spread(own)
-    sums = post_sums([own, torch.tensor(count, dtype=torch.float64)], groups.dp_cp)
-
-    def total() -> tuple[float, int]:
+    def summed() -> Divisor:
         weight, num_microbatches = sums()
-        return weight, round(num_microbatches)
+        return divide(weight, round(num_microbatches))
 
-    return total
+    return summed
 
 
 def divisor_at_commit(steps: TrainStep, expected: float | None) -> Divisor:

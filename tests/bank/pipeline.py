@@ -12,6 +12,7 @@ from megaaccum.config import Plan
 from megaaccum.executor.executor import Flush
 from megaaccum.executor.wgrad import WeightGrads
 from megaaccum.pretrain.model import gpt
+from megaaccum.step import evaluation
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.train_step import TrainStep
@@ -243,7 +244,7 @@ def amax_of_a_chunk_lost(plan: Plan) -> Iterator[None]:
 )  # fmt: skip
 def amax_of_an_evaluation_kept(plan: Plan) -> Iterator[None]:
     def train(original: Any, self: TrainStep, microbatches: Any, **keys: Any) -> Any:
-        self.evaluate(microbatches)
+        evaluation.evaluate(self, microbatches)
         return original(self, microbatches, **keys)
 
     def end(original: Any, self: models.Stage) -> None:

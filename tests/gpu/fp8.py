@@ -240,11 +240,13 @@ def _skipped(run: Run) -> dict:
 
 
 def _evaluated(run: Run) -> dict:
+    from megaaccum.step import evaluation
     from tests.support.faults import differences
     from tests.support.parity import stack
 
     before = run.state()
-    run.rig.train_step.evaluate([stack([100 + index]) for index in range(run.rig.plan.batch.num_microbatches)])
+    batch = [stack([100 + index]) for index in range(run.rig.plan.batch.num_microbatches)]
+    evaluation.evaluate(run.rig.train_step, batch)
     return {"evaluation changed": differences(run.state(), before)}
 
 

@@ -53,8 +53,10 @@ class Run(Rig):
 
     def loss(self) -> float:
         """The loss of the batch of step 5."""
+        from megaaccum.step import evaluation
+
         first = 5 * self.plan.batch.global_batch_size
-        return self.train_step.evaluate(self.microbatches(first))[0]
+        return evaluation.evaluate(self.train_step, self.microbatches(first))[0]
 
     def load(self, folder: Path) -> Progress:
         from megaaccum.checkpoint import save_load

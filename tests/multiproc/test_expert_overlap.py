@@ -150,6 +150,7 @@ def test_each_micro_batch_has_the_scale_of_its_own_side_losses(schedule, key):
 def interleaving_flushes(at: Case) -> list[bool]:
     """Whether a step interleaves, one with a dummy micro-batch, and an evaluation."""
     from megaaccum.executor import executor
+    from megaaccum.step import evaluation
 
     rig = Rig.of(replace(at, layout=at.layout + " --short_batch pad"))
     seen: list[bool] = []
@@ -165,7 +166,7 @@ def interleaving_flushes(at: Case) -> list[bool]:
     with patch.object(executor, "choose_passes", watch):
         rig.train_step.train(batch, step=0)
         rig.train_step.train(batch[:-1], step=1)
-        rig.train_step.evaluate(batch)
+        evaluation.evaluate(rig.train_step, batch)
     return seen
 
 

@@ -90,11 +90,13 @@ def again(case: Case) -> dict[str, Gradient]:
     """Step 7 of `case`: at once, and after other steps, an evaluation and draws of the process' own; and step 8."""
     import torch
 
+    from megaaccum.step import evaluation
+
     rig = Rig.of(case)
     seen = {"at once": rig.watched(step=7)[0]}
     before = torch.get_rng_state()
     rig.watched(step=3)
-    rig.train_step.evaluate(rig.microbatches())
+    evaluation.evaluate(rig.train_step, rig.microbatches())
     assert torch.equal(before, torch.get_rng_state())
     torch.rand(3)
     return seen | {"later": rig.watched(step=7)[0], "another step": rig.watched(step=8)[0]}

@@ -163,13 +163,15 @@ def test_a_coefficient_means_the_same_if_the_divisor_comes_last():
 
 def with_an_evaluation(case: Case) -> str:
     """The note of a step with an evaluation between its calls, whose micro-batches have the weight that is expected."""
+    from megaaccum.step import evaluation
+
     rig = Rig.of(case)
     inner, steps = rig.train_step.forward_step_func, rig.train_step
     steps.forward_step_func = lambda *args, **keys: inner(*args, **keys)  # which does not know weights
     batches = [batch | {"loss_mask": batch["loss_mask"] * 0 + 1} for batch in rig.microbatches()]
     for half in (batches[:4], batches[4:]):
         steps.forward_backward(steps.batch_of(half))
-        steps.forward(steps.batch_of(half))
+        evaluation.forward(steps, steps.batch_of(half))
     return steps.optim_step().note
 
 

@@ -110,7 +110,8 @@ def sums_of_offloaded_gradients() -> tuple[float, list[float]]:
     backend = Offloaded(["a.weight", "b.weight"])
     with following():
         sum_over_tp(backend, groups)  # type: ignore[arg-type]
-        norm, *_ = grad_norm.global_norm(backend, groups)  # type: ignore[arg-type]
+        flag = on_gpu(torch.zeros(()))
+        norm, *_ = grad_norm.global_norm(backend, groups, along=(), flag=flag, overflow=None)  # type: ignore[arg-type]
     return norm, [float(shard.grad[0]) for shard in backend.shards()]
 
 

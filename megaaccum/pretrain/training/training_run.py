@@ -208,7 +208,7 @@ def watchdog_of(engine: Engine) -> Watchdog:
         run.step_timeout_seconds,
         rank=int(os.environ["RANK"]),
         folder=Path(run.output_dir) / "hang",
-        trace=engine.trace,
+        trace=engine.observer.trace,
         first_limit=_SHARE_OF_TIMEOUT * minutes * 60,
     )
 

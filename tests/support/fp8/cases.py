@@ -58,7 +58,10 @@ class Run(Rig):
         return result
 
     def evaluate(self) -> None:
-        self.train_step.evaluate([stack([100 + index]) for index in range(self.plan.batch.num_microbatches)])
+        from megaaccum.step import evaluation
+
+        batch = [stack([100 + index]) for index in range(self.plan.batch.num_microbatches)]
+        evaluation.evaluate(self.train_step, batch)
 
     def state(self) -> Tensors:
         """Copies of scales and histories."""
