@@ -96,14 +96,6 @@ HONOURED = (
 )  # fmt: skip
 """Arguments that are keys of the plan under the same name."""
 
-TRANSLATED = frozenset(
-    {
-        *LOSS_SCALE, *LION, *MUON, "optimizer", "muon_tp_mode", "muon_scalar_optimizer", "use_distributed_optimizer",
-        "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode",
-    }
-)  # fmt: skip
-"""Arguments that set keys of other names, or that have an effect with another one alone."""
-
 
 def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     """The plan that Megatron's arguments and `keys` make. Its first notes are on arguments that act otherwise here.
@@ -127,7 +119,8 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
 
 
 def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The keys that TRANSLATED arguments set. keys: those that are given beside them, and outrank them."""
+    """The keys that arguments of other names set, or those that have an effect with another one alone. keys: those that
+    are given beside them, and outrank them."""
     acting = loss_scale_keys(args)
     idle = [flags[name] for name in LOSS_SCALE if name in flags and name not in acting]
     if idle:

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from megaaccum.config.keys import all_keys
-from megaaccum.config.megatron_arguments import LION_THERE, lists_in_loop, optimizer_of
+from megaaccum.config.megatron_arguments import LION, LION_THERE, LOSS_SCALE, MUON, lists_in_loop, optimizer_of
 from megaaccum.errors import ConfigError
-from megaaccum.loop.pretrain import HONOURED, TRANSLATED, plan_of
+from megaaccum.loop.pretrain import HONOURED, plan_of
 from megaaccum.pretrain.interop.megatron import parser
 from megaaccum.upstream import megatron_training
 from tests.unit.pretrain.interop.test_megatron import something_else
 
 ARGUMENTS = sorted({action.dest for action in megatron_training._actions()})
+TRANSLATED = {
+    *LOSS_SCALE, *LION, *MUON, "optimizer", "muon_tp_mode", "muon_scalar_optimizer", "use_distributed_optimizer",
+    "optimizer_cpu_offload", "grad_reduce_in_bf16", "deterministic_mode",
+}  # fmt: skip
+"""Arguments that set keys of other names, or that have an effect with another one alone."""
 
 
 def args(**changed: Any) -> SimpleNamespace:
