@@ -139,10 +139,6 @@ class Problem:
 
     # --- what an order comes to ---
 
-    def work_of_ranks(self) -> list[float]:
-        """Seconds of each rank's passes of one micro-batch."""
-        return [sum(kind[s] for kind in self.durations for s in held) for held in self.stages]
-
     def fits(self, order: Order) -> bool:
         """Whether no rank holds more than its room."""
         return all(self.peak(passes) <= room for passes, room in zip(order, self.room, strict=True))
@@ -281,7 +277,7 @@ def waves(
     The straighter a micro-batch's way, the less it is held in memory; the longer the period, the fewer there are.
     """
     _, enter, back = earliest_starts(problem.stages, problem.costs)
-    work = max(problem.work_of_ranks())
+    work = max(sum(kind[s] for kind in problem.durations for s in held) for held in problem.stages)
     done = [at + seconds for at, seconds in zip(back, problem.durations[I], strict=True)]
     for stretch, period, lag in product(stretches, periods, lags):
         yield Wave(
@@ -322,7 +318,7 @@ def _earlier(problem: Problem, order: Order, kinds: Sequence[int]) -> Order:
             ready, rank = _ready(p, this, ends), p.rank_of[this]
             passes, here = order[rank], at[rank][this]
             to = _gap_before(p, passes, here, ready, ends) if this // p.per_kind in kinds else None
-            if to is not None and p.peak(then := _with_moved(passes, here, to)) <= p.room[rank]:
+            if to is not None and p.peak(then := with_moved(passes, here, to)) <= p.room[rank]:
                 order[rank], passes, here, moved = then, then, to, True
                 at[rank] = {each: i for i, each in enumerate(then)}
             ends[this] = max(ready, ends[passes[here - 1]] if here else 0.0) + p.seconds[this]
@@ -369,7 +365,7 @@ def _later(problem: Problem, order: Order) -> Order:
         at = passes.index(this)
         for i in range(last, at, -1):
             if end - seconds >= ends[passes[i]] * (1 - TINY):
-                then = _with_moved(passes, at, i)
+                then = with_moved(passes, at, i)
                 if p.peak(then) <= p.room[rank]:
                     order[rank], ends[this] = then, end
                 break
@@ -377,7 +373,7 @@ def _later(problem: Problem, order: Order) -> Order:
     return order
 
 
-def _with_moved(passes: list[int], source: int, target: int) -> list[int]:
+def with_moved(passes: list[int], source: int, target: int) -> list[int]:
     """The list with the entry at `source` taken out and put in again as entry `target`."""
     then = passes[:source] + passes[source + 1 :]
     then.insert(target, passes[source])

@@ -36,8 +36,7 @@ def gradients(case: Case) -> dict[str, tuple[float, float]]:
     loss_func(output)[0].backward()
     whole = {name: param.grad.clone() for name, param in chunk.named_parameters()}
     chunk.zero_grad(set_to_none=True)
-    with layer_costs.Pieces(chunk, plan) as pieces:
-        pieces.run(microbatch, step)
+    layer_costs.Pieces(chunk, plan).run(microbatch, step)
     return {
         name: (float(whole[name].norm()), float((param.grad - whole[name]).norm()))
         for name, param in chunk.named_parameters()

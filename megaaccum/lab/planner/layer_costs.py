@@ -64,12 +64,11 @@ def measure(plan: Plan, *, vocab_size: int, repeats: int, data_parallel_size: in
     built = groups.build(small.layout, timeout_minutes=small.config.parallel.distributed_timeout_minutes)
     (chunk,) = gpt.build_chunks(small, built, vocab_size=vocab_size)
     forward_step = GptForwardStep(built, "token")
-    with Pieces(chunk, small) as pieces:
-        runs = []
-        for _ in range(repeats + 1):
-            runs.append(pieces.run(microbatch_of(small, vocab_size), forward_step))
-            chunk.zero_grad(set_to_none=True)
-        states = pieces.states(bytes_per_element(plan, data_parallel_size))
+    pieces, runs = Pieces(chunk, small), []
+    for _ in range(repeats + 1):
+        runs.append(pieces.run(microbatch_of(small, vocab_size), forward_step))
+        chunk.zero_grad(set_to_none=True)
+    states = pieces.states(bytes_per_element(plan, data_parallel_size))
     recomputes = plan.config.model.recompute_granularity == "full"
     kinds = {kind: _median(kind, runs[1:], state, recomputes=recomputes) for kind, state in states.items()}
     return Profile(pattern=pattern, kinds=_with_heads(kinds))
@@ -201,25 +200,16 @@ class PieceTimer:
 
 
 class Pieces:
-    """Cuts the graph of `chunk` before and after each layer, while it is entered."""
+    """Cuts the graph of `chunk` before and after each layer, from now on."""
 
     def __init__(self, chunk: Any, plan: Plan):
-        self._chunk, self._stack = chunk, ExitStack()
+        self._chunk = chunk
         self._is_moe = expert_layers(plan.config.model)
         self._splitting = install(chunk)
         self._timer = PieceTimer(self._splitting)
-
-    def __enter__(self) -> Pieces:
         for kind, module in self._layers():
-            for hook in (
-                module.register_forward_pre_hook(self._before(kind), with_kwargs=True),
-                module.register_forward_hook(self._after),
-            ):
-                self._stack.callback(hook.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+            module.register_forward_pre_hook(self._before(kind), with_kwargs=True)
+            module.register_forward_hook(self._after)
 
     def _layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
         for layer, is_moe in zip(self._chunk.decoder.layers, self._is_moe, strict=True):

@@ -42,25 +42,7 @@ class Bound:
     @property
     def seconds(self) -> float:
         """The largest of all."""
-        return max(max(self.by_work), max(self.by_area))
-
-    @property
-    def rank(self) -> int:
-        """The rank that the bound comes from."""
-        both = [max(pair) for pair in zip(self.by_work, self.by_area, strict=True)]
-        return both.index(max(both))
-
-    @cached_property
-    def by_work(self) -> list[float]:
-        """For each rank: its work, and its idle time while the pipeline fills and drains."""
-        return [self._by_work(rank) for rank in range(len(self.stages))]
-
-    @cached_property
-    def by_area(self) -> list[float]:
-        """For each rank: how long its memory needs; 0 without a limit."""
-        if self.memory is None or self.limit is None:
-            return [0.0] * len(self.stages)
-        return [self._by_area(rank) for rank in range(len(self.stages))]
+        return max(max(self.by_work(rank), self.by_area(rank)) for rank in range(len(self.stages)))
 
     # --- ways through the pipeline ---
 
@@ -96,7 +78,8 @@ class Bound:
 
     # --- the bounds ---
 
-    def _by_work(self, rank: int) -> float:
+    def by_work(self, rank: int) -> float:
+        """The rank's work, and its idle time while the pipeline fills and drains."""
         forward, input_grad, weight_grad = self.durations
         held = self.stages[rank]
         work = self.num_microbatches * sum(forward[s] + input_grad[s] + weight_grad[s] for s in held)
@@ -156,8 +139,10 @@ class Bound:
             windows.append((length, max(0.0, length - grads - weights)))
         return max(windows, key=lambda window: window[1])
 
-    def _by_area(self, rank: int) -> float:
-        assert self.memory is not None
+    def by_area(self, rank: int) -> float:
+        """How long the rank's memory needs; 0 without a limit."""
+        if self.memory is None or self.limit is None:
+            return 0.0
         held, room = self.stages[rank], self._room(rank)
         if room <= 0:
             return math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ScheduleError
@@ -98,10 +99,9 @@ class _Search:
 
     def work(self, cut: Cut) -> list[float]:
         """Seconds of each rank's work on one micro-batch, most first."""
-        ranks, at = [0.0] * (1 + max(self.rank_of.values())), 0
+        ranks, seconds = [0.0] * (1 + max(self.rank_of.values())), iter(self.seconds)
         for stage, count in enumerate(cut):
-            ranks[self.rank_of[stage]] += sum(self.seconds[at : at + count])
-            at += count
+            ranks[self.rank_of[stage]] += sum(islice(seconds, count))
         return sorted(ranks, reverse=True)
 
     def level(self, cut: Cut) -> Cut:

@@ -30,13 +30,9 @@ def greedy_keys(chunks: int) -> Iterator[Key]:
             yield Key(kinds=kinds, last_chunk_first=last, patience=patience)
 
 
-def greedy(problem: Problem, key: Key) -> Order:
-    """The order that comes about when every rank does what `key` finds most urgent, earliest first."""
-    return _Greedy(problem, key).run()
-
-
-class _Greedy:
-    """One greedy order. Ranks choose in the order of time, so that they know of others what has begun by then."""
+class Greedy:
+    """One greedy order: every rank does what `key` finds most urgent, earliest first. Ranks choose in the order of
+    time, so that they know of others what has begun by then."""
 
     def __init__(self, problem: Problem, key: Key):
         self.problem, self.key = problem, key

@@ -118,11 +118,8 @@ class Profile:
             )
 
     def _sums(self, cut: Cut, name: str) -> tuple[float, ...]:
-        each, sums, at = [getattr(layer, name) for layer in self.layers], [], 0
-        for count in cut:
-            sums.append(math.fsum(each[at : at + count]))
-            at += count
-        return tuple(sums)
+        each = (getattr(layer, name) for layer in self.layers)
+        return tuple(math.fsum(islice(each, count)) for count in cut)
 
 
 def _problems(profile: Profile) -> Iterator[str]:
@@ -222,8 +219,5 @@ def layout_of_cut(profile: Profile, cut: Cut) -> str:
 
 def describe_cut(profile: Profile, cut: Sequence[int]) -> str:
     """The kinds of each stage's layers between bars: `ETT|TTT|TTL`."""
-    at, stages = 0, []
-    for count in cut:
-        stages.append(profile.pattern[at : at + count])
-        at += count
-    return "|".join(stages)
+    kinds = iter(profile.pattern)
+    return "|".join("".join(islice(kinds, count)) for count in cut)

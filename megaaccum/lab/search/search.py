@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.bound import bound_of
-from megaaccum.lab.search.greedy import greedy, greedy_keys
+from megaaccum.lab.search.greedy import Greedy, greedy_keys
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY
-from megaaccum.schedule.pass_numbers import I, Order, Problem, W, Wave, justified, waves
+from megaaccum.schedule.pass_numbers import I, Order, Problem, W, Wave, justified, waves, with_moved
 from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.schedule.validate import validate
 
@@ -92,7 +92,7 @@ class _Search:
         problem = self.problem
         ways = [(problem.time(order), wave) for wave in waves(problem) if problem.fits(order := wave.order(problem))]
         ways.sort(key=lambda each: each[0])
-        orders = [greedy(problem, key) for key in greedy_keys(len(problem.stages[0]))]
+        orders = [Greedy(problem, key).run() for key in greedy_keys(len(problem.stages[0]))]
         orders += [wave.order(problem) for _, wave in ways[:6]]
         if ways:
             orders.append(self.anneal_wave(ways[0][1], self.iterations // 4))
@@ -258,8 +258,7 @@ class _Search:
                 target -= 1
         if target == source:
             return None
-        then = passes[:source] + passes[source + 1 :]
-        then.insert(target, this)
+        then = with_moved(passes, source, target)
         return (rank, then) if problem.limit is None or problem.peak(then) <= problem.room[rank] else None
 
 

@@ -95,7 +95,7 @@ def test_bounds_that_are_reached():
     tight = bound(build("zb-h1", pp=4, num_microbatches=8), Costs.per_rank(1, 1, 1, chunks=1),
                   memory=Memory.counted(4), limit=2)  # fmt: skip
     # Two places, each taken for 9 by a micro-batch, four times, and one forward and one weight gradient to take turns.
-    assert tight.by_area[0] == pytest.approx(8 * 9 / 2 + 1)
+    assert tight.by_area(0) == pytest.approx(8 * 9 / 2 + 1)
 
 
 @pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "v"), (2, "loop")])
