@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +28,7 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
-from megaaccum.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MegaaccumError,
-    RankDisagreement,
-    StepError,
-    listed,
-)
+from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
@@ -392,7 +383,7 @@ class Engine:
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
         of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
-        raise_on_all_ranks(self._check_state_is_kept)
+        raise_on_all_ranks(resume.check_kept, self._unkept)
         with self.groups.current():
             return save_load.save(
                 folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
@@ -403,31 +394,33 @@ class Engine:
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
         A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError on every rank, with
         the engine as it was, without its open step."""
-        raise_on_all_ranks(self._check_state_is_kept)
+        raise_on_all_ranks(resume.check_kept, self._unkept)
         with self.groups.current():
             self.train_steps.drop_begun()
             self.train_steps.abandon()
             return resume.first_good(folder, self._load, self.print) is not None
 
-    def _check_state_is_kept(self) -> None:
-        """Raise CheckpointError for an optimizer of a user's own whose state no checkpoint has; stages may differ."""
-        if self._unkept:
-            raise CheckpointError(
-                f"the optimizer keeps {listed(self._unkept)}, and a checkpoint has tensors of a parameter's shape that"
-                " begin at zero: take an optimizer such as torch.optim.AdamW, or save whole_weights alone"
-            )
-
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differences = self.differences(progress) if self.trains else {}
-        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differences, self.override)
-        load = partial(save_load.load, checkpoint, self.backend, self.groups, new_momenta="optimizer" in self.override)
-        load(shape=self.shape, buffers=self.buffers, only_weights=not self.trains)
+        notes = self.load_tensors(checkpoint, differences, only_weights=not self.trains)
         if self.trains:
             self.resume(progress)
         for note in notes:
             self.print(note)
         return checkpoint
+
+    def load_tensors(
+        self, checkpoint: Path, differences: Mapping[str, Mapping[str, str]], *, only_weights: bool
+    ) -> list[str]:
+        """Load weights and buffers and, unless `only_weights`, the optimizer's state, if `override` permits the
+        `differences` of the checkpoint. Returns a note on each. Raises CheckpointError on every rank."""
+        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differences, self.override)
+        save_load.load(
+            checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers,
+            only_weights=only_weights, new_momenta="optimizer" in self.override,
+        )  # fmt: skip
+        return notes
 
     def whole_weights(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint, resume_candidates
 from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, listed
 
 
 def first_good[Loaded](
@@ -66,3 +66,13 @@ def check_differences(
         names = ",".join(refused)
         raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or set override to {names}"]))
     return [f"override {name}: {text}" for name, texts in differing.items() for text in texts]
+
+
+def check_kept(others: Sequence[str]) -> None:
+    """Raise CheckpointError for an optimizer of a user's own that keeps `others`, which no checkpoint has (stages may
+    differ)."""
+    if others:
+        raise CheckpointError(
+            f"the optimizer keeps {listed(others)}, and a checkpoint has tensors of a parameter's shape that begin at"
+            " zero: take an optimizer such as torch.optim.AdamW, or save whole_weights alone"
+        )

@@ -164,16 +164,7 @@ class Saver:
         differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
         if only_weights:
             differing = {name: each for name, each in differing.items() if name not in ("lr_schedule", "optimizer")}
-        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differing, engine.override)
-        save_load.load(
-            checkpoint,
-            engine.backend,
-            engine.groups,
-            shape=engine.shape,
-            buffers=engine.buffers,
-            only_weights=only_weights,
-            new_momenta="optimizer" in engine.override,
-        )
+        notes = engine.load_tensors(checkpoint, differing, only_weights=only_weights)
         if afresh:
             engine.train_steps.transaction.num_updates = 0 if only_weights else progress.num_updates
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")
