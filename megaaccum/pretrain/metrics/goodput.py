@@ -86,6 +86,8 @@ class Goodput:
             data = record.get("seconds_data", 0.0)
             rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - data
             spent |= {"data": data, "skipped" if record.get("skipped") else "productive": rest}
+        elif record["kind"] == "verify":
+            spent["start_up"] = elapsed
         if record["kind"] == "train" and self._steps is not None:
             self._steps.extend((record["step"], *(spent.get(cause, 0.0) for cause in reversed(_OF_STEPS))))
         spent["other"] = elapsed - sum(seconds for cause, seconds in spent.items() if cause != "other")

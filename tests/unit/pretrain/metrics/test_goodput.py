@@ -50,7 +50,8 @@ def train(step: int, time: float, *, data: float = 0.0, rest: float = 4.0, skipp
 
 def test_every_second_of_a_run_has_one_cause():
     records = [
-        {"kind": "start", "step": 0, "launched": 100.0, "time": 110.0},
+        {"kind": "start", "step": 0, "launched": 100.0, "time": 108.0},
+        {"kind": "verify", "step": 0, "time": 110.0},
         train(1, 115.0, data=1.0),
         train(2, 119.0, skipped=True),
         train(3, 130.0, seconds_checkpoint=6.0),  # and a second that no phase has
