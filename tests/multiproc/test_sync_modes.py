@@ -37,6 +37,8 @@ CASES = {
     "zero-3, alone": Case(4, SMALL + "--pipeline_model_parallel_size 4 --pp_microbatches 8", UNTIED),
     "zero-3 streaming": Case(4, PP + "--sync streaming", UNTIED),
     "zero-3 streaming, some live": Case(4, PP + "--sync streaming --max_live_parameters 16000", UNTIED),
+    "zero-3 streaming, tied, no pipeline": Case(4, FLAT + "--sync streaming"),
+    "zero-3 streaming, tied, some live": Case(4, FLAT + "--sync streaming --max_live_parameters 16000"),
     "zero-3 streaming, bf16": Case(4, PP + "--sync streaming", UNTIED, "bf16"),
     "zero-3 in rank order": Case(4, PP + "--deterministic", UNTIED),
     "zero-1 in rank order": Case(4, PP + "--zero_stage 1 --deterministic", UNTIED),
@@ -165,6 +167,13 @@ def test_counted_bytes_are_the_predicted_ones(name, seen):
         whole = footprint.moved(mode, costs.plan.config.sharding, 1, sharers(costs), microbatches=4).total
         padding = _padded(sizes, mode, sharers(costs)) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
+
+
+def test_streaming_with_all_parameters_gathered_gathers_as_resident_does():
+    """A tied table once, too: counted bytes are the same."""
+    costs, streaming = forecast(Case(4, FLAT + "--sync streaming --max_live_parameters 1000000"))
+    resident = replace(streaming, sync="resident", live=0)
+    assert costs.moved(streaming, 0).gathered == costs.moved(resident, 0).gathered > 0
 
 
 @pytest.mark.parametrize("name", ["zero-3 in one order, 16 bits", "zero-3 streaming in one order, 16 bits"])

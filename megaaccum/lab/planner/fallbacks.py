@@ -88,7 +88,7 @@ class Fallbacks:
         for knob in knobs:
             if knob not in KNOBS:
                 raise ConfigError(f"--knob {knob}{did_you_mean(knob, KNOBS)}: the knobs are {', '.join(KNOBS)}.")
-        following = self._first()
+        following = next(self._untried(), None)
         while following is not None:
             self._try(following, measure)
             following = None if len(self.measured) >= self._top else self._after(following)
@@ -148,9 +148,6 @@ class Fallbacks:
         """By rank, but device batches of one sequence last."""
         left = [each for each in self._all if each.name not in self.outcomes]
         yield from sorted(left, key=lambda each: each.axes["dbs"] == 1)
-
-    def _first(self) -> Candidate | None:
-        return next(self._untried(), None)
 
     def _after(self, last: Candidate) -> Candidate | None:
         """The next one to try, after `last`."""

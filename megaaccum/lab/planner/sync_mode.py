@@ -82,10 +82,14 @@ class Forecast:
         and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
-        live = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
+        kept = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
+        live = min(kept, float(held.total))  # all of it: a tied head too, which finds the table gathered
         plain = footprint.moved(
             mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp
         )
+        if mode.backend == "deepspeed" and live == kept:  # a tied head, as a unit, gathers the table too
+            again = int(self.elements(pp_rank, head_apart=mode.sync == "streaming").plain - held.plain)
+            plain += Moved(footprint.moved(mode, sharding, again, at.dp * at.cp, microbatches=m).gathered, 0.0)
         alike = dp_rank if at.edp == at.dp * at.cp else None
         if mode.sync == "resident":
             m *= max(1, at.dp * at.cp // at.edp)  # of the runs of all ranks that send tokens
@@ -103,11 +107,11 @@ class Forecast:
             more += once * reductions - footprint.moved(mode, sharding, elements, ranks, microbatches=m).reduced
         return Moved(0.0, more)
 
-    def elements(self, pp_rank: int) -> Elements:
-        """Parameters of a rank of pipeline rank `pp_rank`."""
+    def elements(self, pp_rank: int, *, head_apart: bool = False) -> Elements:
+        """Parameters of a rank of pipeline rank `pp_rank`. head_apart: a tied head counts beside the table."""
         at, config = self.plan.layout, self.plan.config
         chunks = self.chunks(pp_rank)
-        if config.sharding.reproducible == "layout":
+        if head_apart or config.sharding.reproducible == "layout":
             chunks = with_head_apart(chunks)
         vocab = padded_vocab_size(config, self.vocab)
         return rank_parameters(config.model, chunks, vocab, at)

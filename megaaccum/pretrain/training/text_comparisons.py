@@ -63,7 +63,8 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     totals = torch.zeros(len(rows), dtype=torch.float64)
     calls = -(-len(rows) // (dp * size * per_call))
     for call in range(calls):
-        at = [list(mine)[start : start + size] for start in _starts(call, per_call, size)]
+        starts = range(call * per_call * size, (call + 1) * per_call * size, size)
+        at = [list(mine)[start : start + size] for start in starts]
         data = [_microbatch([rows[index] for index in indices], size, batch.seq_length) for indices in at]
         reports = engine.forward(data, forward_step_func=_RowLosses(groups, "token"))
         for indices, report in zip(at, reports, strict=False):  # empty but on the last stage
@@ -73,10 +74,6 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     summed = totals.to(cpu.device())
     torch.distributed.all_reduce(summed)
     return [total / row.scored for total, row in zip(summed.tolist(), rows, strict=True)]
-
-
-def _starts(call: int, per_call: int, size: int) -> range:
-    return range(call * per_call * size, (call + 1) * per_call * size, size)
 
 
 def _microbatch(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:

@@ -63,7 +63,8 @@ class Reconciler:
 
     def refuse(self, path: str, value: object, instead: str) -> None:
         """Report that `path` of the JSON is not supported, and what to write instead."""
-        self.problems.append(f"deepspeed.{path} {_short(value)} is not supported: {instead}.")
+        shown = "(a block)" if isinstance(value, dict) else value
+        self.problems.append(f"deepspeed.{path} {shown} is not supported: {instead}.")
 
     def sort(
         self, path: str, value: object, refused: dict[str, str], dropped: dict[str, str], known: Iterable[str]
@@ -146,10 +147,6 @@ def _reconcile_batch(reconciler: Reconciler) -> None:
     if not written and block.get("train_batch_size") in (None, "auto"):
         steps = block.get("gradient_accumulation_steps")
         reconciler.same("gradient_accumulation_steps", steps, "grad_accum_steps")
-
-
-def _short(value: object) -> str:
-    return "(a block)" if isinstance(value, dict) else str(value)
 
 
 def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]:
