@@ -159,7 +159,8 @@ def _write(args: argparse.Namespace, trials: Trials, fallbacks: Fallbacks, best:
     seconds = fallbacks.seconds_of(best)
     if args.write:
         comment = f"Measured by `megaaccum tune`: {seconds:.4g} s per step, the median of steps 1 to 3."
-        layout_config.write(trials.workload, dict(best.axes), Path(args.write), comment=comment)
+        ran = dict(transformer_impl=trials.workload.config.model.transformer_impl)
+        layout_config.write(trials.workload, dict(best.axes), Path(args.write), comment=comment, **ran)
         print(f"wrote {args.write}", file=sys.stderr)
     if args.calibrate:
         ratios = [fallbacks.seconds_of(each) / each.seconds for each in fallbacks.measured]

@@ -80,7 +80,9 @@ def test_two_layouts_are_measured_and_a_second_start_runs_none(tmp_path: Path) -
     assert len(seconds) == 2
     assert all(len(each["steps"]) == 4 for each in results.values())
     assert f"Measured by `megaaccum tune`: {min(seconds):.4g} s" in (tmp_path / "best.yaml").read_text()
-    assert resolve(load(tmp_path / "best.yaml"), world_size=2).layout.world_size == 2
+    best = load(tmp_path / "best.yaml")
+    assert resolve(best, world_size=2).layout.world_size == 2
+    assert best.model.transformer_impl == "auto", "what was measured here has to run here"
     load_hardware("h100_tuned", file=tmp_path / "hardware.yaml")
     runs = sorted((tmp_path / "tune").glob("row_*/run/log.jsonl"))
     before = [path.stat().st_mtime_ns for path in runs]

@@ -17,7 +17,6 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
-from megaaccum.pretrain.model.layers import on_a_gpu
 from megaaccum.schedule.registry import is_v_shaped
 
 
@@ -29,7 +28,7 @@ def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
         pipeline_model_parallel_size=at["pp"],
         sequence_parallel=at["tp"] > 1,
         schedule=at["schedule"],
-        transformer_impl=on_a_gpu(workload.config, at["schedule"]).impl,
+        transformer_impl=workload.layers(at["schedule"]).impl,
         micro_batch_size=at["mbs"],
         pp_microbatches=at["dbs"] // at["mbs"],
         grad_accum_steps=at["ga"],
@@ -105,16 +104,18 @@ def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
     return None
 
 
-def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str) -> None:
-    """Write one layout's configuration, with `comment` in the first line. at: as `planned_keys` takes it;
-    `stages`, in Megatron's notation, replaces the even split of the layers.
+def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str, **keys: Any) -> None:
+    """Write one layout's configuration, with `comment` in the first line and `keys` over what is planned. at: as
+    `planned_keys` takes it; `stages`, in Megatron's notation, replaces the even split of the layers.
 
     Raises:
         ConfigError: it breaks a rule of `check` (nothing is written).
         OSError: the file cannot be written.
     """
-    checked(workload, at)
-    text = yaml.safe_dump(as_sections(planned_config(workload, at)), sort_keys=False, allow_unicode=True, width=100)
+    config = planned_config(workload, at)
+    put(config, keys)
+    resolve(config, world_size=workload.world_size)
+    text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# {comment}\n{text}", encoding="utf-8")
 

@@ -65,10 +65,10 @@ class Workload:
         """Whether the layers' products are in FP8."""
         return self.config.quantization.fp8_format is not None
 
-    @property
-    def layers(self) -> Layers:
-        """The layers of a GPU with Transformer Engine, as far as the configuration wants them."""
-        return on_a_gpu(self.config)
+    def layers(self, schedule: str | None = None) -> Layers:
+        """The layers of a GPU with Transformer Engine, as far as the configuration's precision and the schedule (None:
+        the configuration's own) allow them: FP32 is exact in local layers alone."""
+        return on_a_gpu(replace(self.config, sharding=self.sharding), schedule)
 
     def candidates(self, limits: Limits) -> Candidates:
         """The legal layouts within `limits`."""
@@ -79,7 +79,7 @@ class Workload:
             global_batch_size=self.global_batch_size,
             zero_stage=self.sharding.zero_stage if self.sharding.backend != "ddp" else 0,
             limits=limits,
-            fused_attention=self.layers.fused_attention,
+            fused_attention=self.layers().fused_attention,
             least_fill=1 if self.config.batch.allow_underfilled_pipeline else 2,
         )
 
@@ -87,7 +87,7 @@ class Workload:
         """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
         config = replace(self.config, model=self.model, sharding=self.sharding)
         modes = modes_of(self.sharding)
-        return memory_model(config, self.vocab_size, modes, made_of=self.layers, usage=self.hardware.usage)
+        return memory_model(config, self.vocab_size, modes, made_of=self.layers(), usage=self.hardware.usage)
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
@@ -101,7 +101,7 @@ class Workload:
             stages=memory.stages,
             matrix_flops=_matrix_flops(keys),
             software=Software(
-                flash=self.layers.fused_attention,
+                flash=self.layers().fused_attention,
                 precision="fp8" if self.in_fp8 else "16 bit",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 added_bytes=0.0 if fused else ADDED_BYTES,

@@ -29,13 +29,9 @@ Source = TorchDist | DeepSpeedFolder | HuggingFaceFolder
 def is_foreign(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of Megatron or DeepSpeed, and none of ours. Collective over the world. Raises
     RankDisagreement on every rank if hosts see different folders."""
-    found = raise_on_all_ranks(_is_foreign, folder)
+    found = raise_on_all_ranks(lambda: latest(folder) is None and (is_torch_dist(folder) or is_deepspeed(folder)))
     assert_same_on_ranks(f"whether {folder} is a checkpoint of another program; hosts have to share it", str(found))
     return found
-
-
-def _is_foreign(folder: Path) -> bool:
-    return latest(folder) is None and (is_torch_dist(folder) or is_deepspeed(folder))
 
 
 def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:

@@ -198,6 +198,15 @@ def test_the_shipped_layout_of_deepseek_v3_is_seen() -> None:
     assert plan.layout.dp == 128
 
 
+@pytest.mark.parametrize("precision", [{"bf16": False}, {"params_dtype": "fp32", "bf16": None}])
+def test_fp32_is_planned_with_the_layers_that_run_it_exactly(precision: dict[str, Any]) -> None:
+    """`transformer_impl: auto` chooses them too: Transformer Engine multiplies FP32 in TF32."""
+    found = search(workload(gpus=64, **precision))
+    plan = layout_config.checked(found.workload, found.name_of(0))
+    assert plan.config.sharding.params_dtype == "fp32"
+    assert plan.config.model.transformer_impl == "local"
+
+
 @pytest.mark.parametrize("overlap", ["true", "false"])
 def test_the_advice_for_deepseek_v3_spreads_experts(overlap: str) -> None:
     """Not a pipeline of two ranks with dozens of chunks, whole experts on each rank, and large micro-batches."""
