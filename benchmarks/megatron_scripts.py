@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from megaaccum.cli.arguments import smallest_world
+from megaaccum.cli.arguments import fewest_ranks
 from megaaccum.config import resolve
 from megaaccum.config.batch_keys import ranks_told
 from megaaccum.errors import ConfigError
@@ -46,7 +46,7 @@ def problems_of(launch: Launch) -> tuple[str, ...]:
         try:
             config, problems = read(launch=launch, overrides=extra)
             if not problems:
-                resolve(config, world_size=launch.world_size or smallest_world(config) * ranks_told(config))
+                resolve(config, world_size=launch.world_size or fewest_ranks(config) * ranks_told(config))
         except ConfigError as error:
             problems = error.problems
         if not problems or not all("allow_underfilled_pipeline" in text for text in problems):

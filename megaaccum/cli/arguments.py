@@ -132,6 +132,11 @@ def names_in(value: str) -> list[str]:
     return [name for name in value.split(",") if name]
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1. Raises ValueError, which argparse tells with the option's name."""
+    return range(1, 10**9).index(int(text)) + 1
+
+
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that rank layouts: for which machine, by what, and which axes are held."""
     from megaaccum.lab.planner.search import RANKINGS  # with numpy, which other commands start without
@@ -142,7 +147,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=VALUE,...", help=fix)
 
 
-def smallest_world(config: Config) -> int:
+def fewest_ranks(config: Config) -> int:
     """The ranks that the file was made for, else the smallest number that tp, cp, pp and the experts' layout allow."""
     if config.run.world_size is not None:
         return config.run.world_size

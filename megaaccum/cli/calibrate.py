@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from megaaccum.cli.arguments import Source, command_parser, smallest_world
+from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks
 from megaaccum.config import resolve
 from megaaccum.lab.search.profile import write_profile
 
@@ -52,15 +52,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seconds", type=float, default=0.2, help="how long each point is repeated")
     layers = parser.add_argument_group("the layers of a configuration")
     layers.add_argument("--layers", metavar="CONFIG", help="write a profile for `megaaccum schedule --profile`")
-    layers.add_argument("--repeats", type=int, default=10, metavar="N", help="micro-batches that are timed (10)")
-    layers.add_argument("--dp", type=int, default=1, metavar="N", help="ranks that share sharded state (1)")
+    layers.add_argument("--repeats", type=count, default=10, metavar="N", help="micro-batches that are timed (10)")
+    layers.add_argument("--dp", type=count, default=1, metavar="N", help="ranks that share sharded state (1)")
     args, overrides = parser.parse_known_args(list(argv))
     if (args.name is None) == (args.layers is None):
         parser.error("give NAME to measure this machine, or --layers CONFIG to measure a model's layers")
     if overrides and args.layers is None:
         parser.error(f"unknown option {overrides[0]}")
-    if args.repeats < 1 or args.dp < 1:
-        parser.error("--repeats and --dp are at least 1")
     args.output = args.output or ("hardware.yaml" if args.layers is None else "layers.json")
     return args, overrides
 
@@ -80,7 +78,7 @@ def _layers(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megaaccum.platform import cpu
 
     config = Source(args.layers, list(overrides)).loaded_config()
-    plan, ranks = resolve(config, world_size=smallest_world(config), own_model=True), args.dp
+    plan, ranks = resolve(config, world_size=fewest_ranks(config), own_model=True), args.dp
     start.start_process_group(plan)
     vocab = vocabulary(plan.config)
     profile = layer_costs.measure(plan, vocab_size=vocab, repeats=args.repeats, data_parallel_size=ranks)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import LoadedConfig, command_parser, read_source, smallest_world
+from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, read_source
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_keys import ranks_told
@@ -129,7 +129,7 @@ def _world_size(
     for name in ("world_size", "nproc_per_node"):
         if (ranks := getattr(config.run, name)) is not None:
             return ranks, name
-    smallest = smallest_world(config)
+    smallest = fewest_ranks(config)
     if (told := ranks_told(config)) > 1:
         return (
             smallest * told,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaaccum.cli.arguments import command_parser, smallest_world
+from megaaccum.cli.arguments import command_parser, fewest_ranks
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.launch import local
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str], wanted: Generation) -> int:
-    nproc = wanted.config.run.nproc_per_node or smallest_world(wanted.config)
+    nproc = wanted.config.run.nproc_per_node or fewest_ranks(wanted.config)
     return local.launch_local(list(argv), nproc=nproc, worker="megaaccum.cli.generate:main")
 
 

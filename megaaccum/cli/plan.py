@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.cli.arguments import add_search_flags, command_parser, read_source
+from megaaccum.cli.arguments import add_search_flags, command_parser, count, read_source
 from megaaccum.config import Config, precision
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
@@ -61,15 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("plan", _DESCRIPTION, usage)
     add_search_flags(parser)
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: the file's world_size)")
+    group.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (default: the file's world_size)")
     group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(names())} (default h100)")
     parser.add_argument("--from-run", metavar="RECEIPT", help="scale times by what a run of this model measured")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: the hardware's)")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (default: the hardware's)")
     parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
     for axis in ("tp", "pp", "cp"):
-        parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=f"largest {axis}")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+        parser.add_argument(f"--max-{axis}", type=count, metavar="N", help=f"largest {axis}")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows of the table (default 10)")
     parser.add_argument("--wide", action="store_true", help="every axis, kind of memory and share of time")
     parser.add_argument("--search", action="store_true", help="seconds of each row in a searched order of its passes")
     parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
@@ -84,8 +84,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _gpus(args: argparse.Namespace, config: Config) -> tuple[int, int | None]:
     """(GPUs in all, GPUs of a node if that is said)."""
-    if args.gpus_per_node is not None and args.gpus_per_node < 1:
-        raise ConfigError(f"--gpus-per-node {args.gpus_per_node}: a node has at least 1.")
     if args.hostfile is None:
         known = config.run.world_size or config.run.nproc_per_node or 0
         return known if args.gpus is None else args.gpus, args.gpus_per_node

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megaaccum.cli.arguments import command_parser, names_in, read_source, smallest_world
+from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, read_source
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
@@ -135,7 +135,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     if not is_built_in:
         write_csv(row.schedule, table)
     try:
-        resolve(config, world_size=smallest_world(config))
+        resolve(config, world_size=fewest_ranks(config))
     except ConfigError:
         if before is not None:
             table.write_bytes(before)
@@ -281,20 +281,12 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
     lines = [head]
     for row in rows:
         chunks, simulation = row.schedule.chunks, row.simulation
-        lines.append(
-            (
-                row.schedule.name,
-                str(chunks),
-                f"{simulation.makespan:.6g}",
-                f"{simulation.bubble:.6g}",
-                f"{1 - simulation.utilisation:.2%}",
-                f"{max(row.footprint.in_flight) / chunks:g}",
-                f"{max(row.footprint.deferred) / chunks:g}",
-                f"{row.peak:.6g}",
-                f"{max(0.0, row.gap):.2%}",
-                *(() if barrier else (f"{row.without_barrier:.6g}",)),
-            )
-        )
+        lines.append((
+            row.schedule.name, str(chunks), f"{simulation.makespan:.6g}", f"{simulation.bubble:.6g}",
+            f"{1 - simulation.utilisation:.2%}", f"{max(row.footprint.in_flight) / chunks:g}",
+            f"{max(row.footprint.deferred) / chunks:g}", f"{row.peak:.6g}", f"{max(0.0, row.gap):.2%}",
+            *(() if barrier else (f"{row.without_barrier:.6g}",)),
+        ))  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
@@ -314,8 +306,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--cost", type=_cost, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="forward, input and weight gradient")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")
     add("--no-barrier", dest="barrier", action="store_false", help="also the time per step with speculative_step")
-    add("--vpp", type=int, metavar="N", help="chunks per rank of the interleaved schedule (2)")
-    add("--group-size", type=int, metavar="N", help="its microbatch_group_size_per_vp_stage (pp)")
+    add("--vpp", type=count, metavar="N", help="chunks per rank of the interleaved schedule (2)")
+    add("--group-size", type=count, metavar="N", help="its microbatch_group_size_per_vp_stage (pp)")
     stages = parser.add_argument_group("stages that differ, and memory")
     stages.add_argument("--profile", type=Path, metavar="FILE", help="costs of every kind of layer (JSON)")
     stages.add_argument("--cut", action="store_true", help="search for the cut of the layers; else it is even")
@@ -324,7 +316,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     held.add_argument("--memory-limit", type=_positive, metavar="N", help="the same in micro-batches (or bytes)")
     orders = parser.add_argument_group("orders")
     orders.add_argument("--search", action="store_true", help="search for a faster order of the same stages")
-    orders.add_argument("--iterations", type=int, default=ITERATIONS, metavar="N", help=f"orders tried ({ITERATIONS})")
+    orders.add_argument("--iterations", type=count, default=ITERATIONS, metavar="N", help=f"orders ({ITERATIONS})")
     orders.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     add("--png", type=Path, metavar="FILE", help="draw timeline and memory (.png, .svg or .pdf)")
     add("--csv", type=Path, metavar="FILE", help="write the table, with stage numbers, as torch reads it")
@@ -332,7 +324,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--write", type=Path, metavar="FILE", help="write a configuration with this schedule, cut and micro-batches")
     add("--trace", type=Path, metavar="FILE", help="write the planned timeline in Chrome's trace format")
     add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
-    add("--width", type=int, metavar="N", help="columns of the printed timeline (the terminal's)")
+    add("--width", type=count, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
     if args.write and (args.config is None or args.write.suffix == ".csv"):
         parser.error("--write needs --config CONFIG, whose model, data and other keys the YAML file has")

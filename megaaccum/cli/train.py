@@ -18,11 +18,11 @@ from pathlib import Path
 
 from megaaccum import config as configuration
 from megaaccum.cli import keys
-from megaaccum.cli.arguments import Source, pop_option, read_source, smallest_world
+from megaaccum.cli.arguments import Source, fewest_ranks, pop_option, read_source
 from megaaccum.cli.convert import as_yaml
 from megaaccum.config import Config, Plan
 from megaaccum.distributed import preload
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local, output
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print((__doc__ or "").strip(), keys.listing(), sep="\n\n")
         return 0 if argv else 2
     output.protect()
+    _check_launcher()
     if "RANK" not in os.environ:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
     is_announced = LAUNCHED in os.environ
@@ -49,6 +50,20 @@ def main(argv: Sequence[str]) -> int:
     with source.load() as loaded:
         config = loaded.checked()
     return _launch([_written(config, loaded.name)] if source.command else argv, config, int(port or 0))
+
+
+def _check_launcher() -> None:
+    """Raises LaunchError for a process that a launcher has told half of what a rank needs: it would wait for others."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ.get(name, "") for name in names}
+    world = int(given["WORLD_SIZE"]) if given["WORLD_SIZE"].isdecimal() else 0
+    is_rank = all(given.values()) and given["RANK"] in map(str, range(world))
+    if not is_rank and ("RANK" in os.environ or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"):
+        raise LaunchError(
+            f"a launcher has started this process with {' '.join(f'{name}={each}' for name, each in given.items())}: a"
+            " rank needs all of them, and RANK below WORLD_SIZE; without RANK this machine's ranks are started. mpirun"
+            " has them as OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK, and MASTER_ADDR is the host of rank 0."
+        )
 
 
 def _announce(ranks: int | None) -> None:
@@ -86,7 +101,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan and what it reads, then start this machine's ranks."""
     check_files(config)  # first: to count GPUs imports torch
     _announce(config.run.nproc_per_node)
-    nproc = config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
+    nproc = config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
     if config.run.world_size not in (None, nproc):
         raise ConfigError(
             f"the configuration is made for {config.run.world_size} ranks (world_size), and {nproc} would start on this"

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from rich.table import Table
 
-from megaaccum.cli.arguments import Source, add_search_flags, command_parser, names_in, read_source, smallest_world
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, fewest_ranks, names_in, read_source
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, report
@@ -86,12 +86,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add_search_flags(parser)
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpus", type=int, metavar="N", help="ranks of this machine (default: its GPUs)")
+    where.add_argument("--gpus", type=count, metavar="N", help="ranks of this machine (default: its GPUs)")
     where.add_argument("--hostfile", metavar="F", help="run each layout by `deepspeed --hostfile F`")
     add("--gpu", metavar="NAME", help=f"{', '.join(names())} (default: the GPU that is found)")
-    add("--top", type=int, default=3, metavar="K", help="layouts to measure (default 3)")
+    add("--top", type=count, default=3, metavar="K", help="layouts to measure (default 3)")
     add("--knob", type=names_in, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
-    add("--rounds", type=int, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")
+    add("--rounds", type=count, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
     add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="seconds after which a layout is ended (1800)")
@@ -100,15 +100,15 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
     args, source = read_source(argv).parse(parser)
-    if args.top < 1 or args.time_limit <= 0 or args.band <= 1:
-        parser.error("--top is at least 1, --time-limit above 0, and --band above 1")
+    if args.time_limit <= 0 or args.band <= 1:
+        parser.error("--time-limit is above 0, and --band above 1")
     return args, source
 
 
 def _world_size(args: argparse.Namespace, config: Config) -> int:
     if args.hostfile is not None:
         return sum(read_hostfile(args.hostfile).values())
-    return args.gpus or config.run.nproc_per_node or local.num_gpus() or smallest_world(config)
+    return args.gpus or config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

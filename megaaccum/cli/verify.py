@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
-from megaaccum.cli.arguments import pop_option, read_source, smallest_world
+from megaaccum.cli.arguments import fewest_ranks, pop_option, read_source
 from megaaccum.config.load import given
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
@@ -151,7 +151,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
 
 def _world_size(config: configuration.Config) -> int:
     """Twice the fewest ranks that the layout allows if the batch can be cut for them, else the fewest."""
-    fewest = smallest_world(config)
+    fewest = fewest_ranks(config)
     for world_size in (2 * fewest, fewest):
         try:
             configuration.resolve(config, world_size=world_size)

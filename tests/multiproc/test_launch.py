@@ -16,6 +16,7 @@ from megaaccum.pretrain.launch import local
 
 def launch_here(worker, argv, nproc, options):
     local.GRACE_SECONDS = options.pop("grace", local.GRACE_SECONDS)
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "0"  # of `mpirun -n 1`
     if options.pop("nohup", False):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -41,6 +42,7 @@ def meet(argv):
     dist.init_process_group("gloo")
     number = torch.ones(1)
     dist.all_reduce(number)
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ, "DeepSpeed compares mpirun's number with LOCAL_RANK"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     Path(argv[0], str(dist.get_rank())).write_text(
         f"{int(number)} {[os.environ[name] for name in names]} {torch.get_num_threads()} {argv[1:]}"

@@ -43,7 +43,7 @@ def choose_micro_batch(plan: Plan, device_bytes: float | None = None, *, layers:
         except ConfigError:
             missed = f"; {option.batch.micro_batch_size} would not fit into {amount(limit.num_bytes)} ({limit.source})"
             break
-    best = min(fitting, key=lambda option: _seconds(option, layers))
+    best = min(fitting, key=lambda option: expected.seconds(option, sync_mode.vocab_size_of(option), layers, PRICED_ON))
     sizes = ", ".join(str(option.batch.micro_batch_size) for option in fitting)
     size = best.batch.micro_batch_size
     return _with_note(
@@ -71,11 +71,6 @@ def _larger(plan: Plan) -> Iterator[Plan]:
             continue
         if option.batch.micro_batch_size == size and option.ramp.intervals == plan.ramp.intervals:
             yield option
-
-
-def _seconds(plan: Plan, layers: Layers | None) -> float:
-    """Predicted seconds of a step."""
-    return expected.seconds(plan, sync_mode.vocab_size_of(plan), layers, PRICED_ON)
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

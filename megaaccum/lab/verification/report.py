@@ -25,7 +25,8 @@ _MOST = 12
 
 def text(verdict: Verdict) -> str:
     """The report that `megaaccum verify` prints."""
-    lines = [f"Layout      {verdict.layout}", *_indented("Note", verdict.notes)]
+    notes = [f"{'' if number else 'Note':<12}{note}" for number, note in enumerate(verdict.notes)]
+    lines = [f"Layout      {verdict.layout}", *notes]
     for comparison in verdict.comparisons:
         lines += ["", *_table(comparison)]
     for comparison in verdict.comparisons:
@@ -57,10 +58,6 @@ def _failures(comparison: Comparison) -> list[str]:
     shown = [f"  {row}" for row in failed[:_MOST]]
     more = [f"  and {len(failed) - _MOST} more"] if len(failed) > _MOST else []
     return ["", f"{_NAMES[comparison.lane]}: farther than rounding explains:", *shown, *more]
-
-
-def _indented(title: str, notes: list[str]) -> list[str]:
-    return [f"{title if number == 0 else '':<12}{note}" for number, note in enumerate(notes)]
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

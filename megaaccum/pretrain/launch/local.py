@@ -72,6 +72,7 @@ def launch_local(
     with processes.listen(master_port) as sock, tempfile.TemporaryDirectory(prefix="megaaccum-") as folder:
         # Before torch is imported: its thread pool gets this size at its first use.
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # of `mpirun -n 1`; DeepSpeed wants it to be LOCAL_RANK
         body = _body(argv, worker, threads, fork, imports)
         job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), resume_hint)
         with _Forwarding(job):

@@ -261,8 +261,15 @@ def test_a_hostfile_says_gpus_and_nodes(capsys: pytest.CaptureFixture[str], tmp_
     assert "[4, 8] slots" in err
 
 
-def test_a_node_without_gpus_and_a_schedule_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--gpus-per-node 0: a node has at least 1" in run(capsys, *PLAN, "--gpus-per-node", "0")[2]
+@pytest.mark.parametrize("option", ["--gpus", "--gpus-per-node", "--top", "--max-tp"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_a_number_below_1_is_refused_by_its_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "plan", LLAMA, f"{option}={value}")
+    assert f"argument {option}: invalid count value: '{value}'" in capsys.readouterr().err
+
+
+def test_a_schedule_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "schedule must be one of none, 1f1b" in run(capsys, *PLAN, "--schedule", "pipedream")[2]
 
 

@@ -31,6 +31,14 @@ def test_the_comparison(capsys):
     assert rows[4] == ["zb-h1", "1", "27", "3", "11.11%", "4", "4", "4", "0.00%"]
 
 
+@pytest.mark.parametrize("option", ["--vpp", "--group-size", "--iterations", "--width"])
+def test_a_number_below_1_is_refused(option, capsys):
+    """`--vpp 0` meant 2."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["schedule", "--pp", "2", "-m", "4", "--schedule", "interleaved", option, "0"])
+    assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
+
+
 PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5},
 "backward_ms": {"E": 0.5, "T": 2.5, "L": 6},
 "weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""

@@ -24,6 +24,15 @@ def test_an_unknown_knob_is_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "tune").exists()
 
 
+@pytest.mark.parametrize("option", ["--gpus", "--top", "--rounds"])
+def test_a_number_below_1_is_refused(option: str, monkeypatch, capsys) -> None:
+    """`--gpus 0` meant the file's ranks, and `--rounds 0` one."""
+    monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune", str(CONFIG), option, "0"])
+    assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
+
+
 def test_data_that_no_layout_could_read_ends_it_before_the_first(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
     argv = ["tune", str(CONFIG), "--gpus", "4", "--output", str(tmp_path / "tune"), "--tokenizer_model", "nowhere.json"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import footprint, micro_batch, sync_mode
+from megaaccum.lab.planner import expected, footprint, micro_batch, sync_mode
 from megaaccum.units import GIB
 from tests.support.check import run
 from tests.support.configs import plan
@@ -36,7 +36,7 @@ def test_without_a_limit_it_is_one_sequence_and_the_note_says_why() -> None:
 def test_it_is_the_fastest_of_those_that_fit(layout) -> None:
     sizes = (1, 2, 4, 8, 16, 32)
     plans = {size: of(micro_batch_size=size, **layout) for size in sizes if size * 2 * 2 <= 64 or not layout}
-    seconds = {size: micro_batch._seconds(each, None) for size, each in plans.items()}
+    seconds = {size: expected.seconds(each, 1000, None, micro_batch.PRICED_ON) for size, each in plans.items()}
     for limit in (1.01 * held(plans[1]), 1.01 * held(plans[4]), 100.0):
         settled = micro_batch.choose_micro_batch(of(memory_gib=limit, **layout))
         fitting = [size for size, each in plans.items() if held(each) <= limit]
