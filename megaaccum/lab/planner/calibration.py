@@ -106,13 +106,13 @@ def fit_products(products: Sequence[tuple[int, int, int, float]]) -> tuple[float
     """(FLOP/s of large products, (half_m, half_n, half_k)) of the planner's curve: seconds per FLOP =
     (1 + half_m / m)(1 + half_n / n)(1 + half_k / k) / rate, to first order in the halves: linear least squares."""
     table = np.array(products, dtype=float)
-    inverse = 1 / table[:, 3]
     sides = np.c_[np.ones(len(table)), 1 / table[:, 0], 1 / table[:, 1], 1 / table[:, 2]]
     # Weighted by the measured rate, so that the error is relative.
-    found, *_ = np.linalg.lstsq(sides / inverse[:, None], np.ones(len(table)), rcond=None)
-    rate = 1 / max(found[0], 1e-30) if found[0] > 0 else float(table[:, 3].max())
-    halves = tuple(float(max(1.0, value * rate)) for value in found[1:])
-    return min(rate, float(table[:, 3].max()) * 1.5), (halves[0], halves[1], halves[2])
+    found, *_ = np.linalg.lstsq(sides * table[:, 3:], np.ones(len(table)), rcond=None)
+    rate = 1 / max(found[0], 1 / (1.5 * float(table[:, 3].max())))
+    halves = np.maximum(1.0, found[1:] * rate)
+    rate = float(np.median(table[:, 3] * (1 + (halves / table[:, :3]).sum(axis=1))))  # with halves that noise made less
+    return rate, (float(halves[0]), float(halves[1]), float(halves[2]))
 
 
 def copy_bandwidth(device: torch.device, seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -294,6 +295,17 @@ def test_the_curve_of_products_is_found_again() -> None:
     found, sides = calibration.fit_products(points)
     assert found == pytest.approx(rate)
     assert sides == pytest.approx(halves)
+
+
+def test_a_busy_machine_is_fitted_by_what_it_measured() -> None:
+    """Large products that other work slowed down: halves below 1 were cut off and the rate was left at theirs, a ninth
+    of what was measured."""
+    sides = (256, 512, 1024)
+    points = [(m, n, k, 100e9 * 256**2 / (n * k)) for m in sides for n in sides for k in sides]
+    rate, halves = calibration.fit_products(points)
+    predicted = [rate / (1 + sum(half / side for half, side in zip(halves, dims, strict=True))) for *dims, _ in points]
+    median = statistics.median(flops for *_, flops in points)
+    assert statistics.median(predicted) == pytest.approx(median, rel=0.05)
 
 
 def test_latency_and_bandwidth_are_found_again() -> None:
