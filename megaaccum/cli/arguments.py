@@ -137,6 +137,17 @@ def count(text: str) -> int:
     return range(1, 10**9).index(int(text)) + 1
 
 
+def positive(value: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value}: a number above 0")
+    return number
+
+
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that rank layouts: for which machine, by what, and which axes are held."""
     from megaaccum.lab.planner.search import RANKINGS  # with numpy, which other commands start without

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks
+from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks, positive
 from megaaccum.config import resolve
 from megaaccum.lab.search.profile import write_profile
 
@@ -49,7 +49,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")
     parser.add_argument("--like", default="h100", help="entry that says what is not measured (default h100)")
     parser.add_argument("--output", metavar="F", help="file to write (default hardware.yaml, or layers.json)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="how long each point is repeated")
+    parser.add_argument("--seconds", type=positive, default=0.2, help="how long each point is repeated")
     layers = parser.add_argument_group("the layers of a configuration")
     layers.add_argument("--layers", metavar="CONFIG", help="write a profile for `megaaccum schedule --profile`")
     layers.add_argument("--repeats", type=count, default=10, metavar="N", help="micro-batches that are timed (10)")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, read_source
+from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, positive, read_source
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
@@ -312,8 +312,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     stages.add_argument("--profile", type=Path, metavar="FILE", help="costs of every kind of layer (JSON)")
     stages.add_argument("--cut", action="store_true", help="search for the cut of the layers; else it is even")
     held = stages.add_mutually_exclusive_group()
-    held.add_argument("--memory-gib", type=_positive, metavar="G", help="that a rank may hold; the profile has bytes")
-    held.add_argument("--memory-limit", type=_positive, metavar="N", help="the same in micro-batches (or bytes)")
+    held.add_argument("--memory-gib", type=positive, metavar="G", help="that a rank may hold; the profile has bytes")
+    held.add_argument("--memory-limit", type=positive, metavar="N", help="the same in micro-batches (or bytes)")
     orders = parser.add_argument_group("orders")
     orders.add_argument("--search", action="store_true", help="search for a faster order of the same stages")
     orders.add_argument("--iterations", type=count, default=ITERATIONS, metavar="N", help=f"orders ({ITERATIONS})")
@@ -335,16 +335,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.png:
         check_format(args.png)
     return args
-
-
-def _positive(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value}: a number above 0")
-    return number
 
 
 def _cost(value: str) -> tuple[float, float, float]:

@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
     args, source = read_source(argv).parse(parser)
-    if args.time_limit <= 0 or args.band <= 1:
+    if not (args.time_limit > 0 and args.band > 1):  # nan is neither
         parser.error("--time-limit is above 0, and --band above 1")
     return args, source
 

@@ -308,6 +308,15 @@ def test_a_busy_machine_is_fitted_by_what_it_measured() -> None:
     assert statistics.median(predicted) == pytest.approx(median, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """`--seconds nan` repeated for ever."""
+    monkeypatch.setattr(calibration, "measure", lambda like, **keys: pytest.fail("it measured"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["calibrate", "mine", f"--seconds={seconds}"])
+    assert "argument --seconds" in capsys.readouterr().err
+
+
 def test_latency_and_bandwidth_are_found_again() -> None:
     ranks, alpha, beta = 8, 12e-6, 40e9
     points = [(s, (ranks - 1) * alpha + (ranks - 1) / ranks * s / beta) for s in calibration.MESSAGES]
