@@ -85,8 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _gpus(args: argparse.Namespace, config: Config) -> tuple[int, int | None]:
     """(GPUs in all, GPUs of a node if that is said)."""
     if args.hostfile is None:
-        known = config.run.world_size or config.run.nproc_per_node or 0
-        return known if args.gpus is None else args.gpus, args.gpus_per_node
+        return args.gpus or config.run.world_size or config.run.nproc_per_node or 0, args.gpus_per_node
     slots = read_hostfile(args.hostfile)
     if len(set(slots.values())) > 1:
         raise ConfigError(
@@ -143,4 +142,5 @@ def _print_table(
     Console(width=None if sys.stdout.isatty() else width).print(make(ranked, args.top, searched))
     print("GiB of the most loaded rank; * parameters stream; --wide shows every axis.")
     print("--explain ROW writes the arithmetic out; --write F --row N a configuration.")
-    print(printable(f"Figures of {hardware.name}: {hardware.source}"))
+    fp32 = "; products in FP32 are priced as in 16 bit, too fast" * (work.sharding.params_dtype == "fp32")
+    print(printable(f"Figures of {hardware.name}: {hardware.source}{fp32}"))

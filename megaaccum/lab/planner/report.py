@@ -154,7 +154,7 @@ def _layout_lines(at: dict[str, Any], batch: BatchPlan) -> list[str]:
 
 
 _MEMORY_SOURCES = {
-    "parameters": "whole stage in 16 bit under resident, and the ZeRO-3 shard (docs/concepts/design.md)",
+    "parameters": "whole stage (resident) or two units (streaming), and the ZeRO-3 shard (docs/concepts/design.md)",
     "gradients": "whole stage in grad_accum_dtype until they are reduced, and the shard's",
     "optimizer": "FP32 master and two moments of the shard: 12 bytes / (dp * cp) (arXiv 1910.02054, 3.1); Lion has one",
     "activations": "per layer and micro-batch (arXiv 2205.05198, section 4) * those in flight (planner/pipeline.py)",
@@ -185,8 +185,8 @@ _TIME_SOURCES = {
     " attention, memory-bound kernels, recomputation, tensor-parallel communication",
     "bubble": "filling and draining (planner/pipeline.py: arXiv 2104.04473, 2401.10241)",
     "p2p": "messages between stages that nothing hides",
-    "gather": "parameters over dp * cp, once per step: (K - 1) alpha + (K - 1) / K * S / beta",
-    "reduce": "gradients over dp * cp, what the last backward does not hide",
+    "gather": "parameters over dp * cp, once per step (streaming: in compute): (K - 1) alpha + (K - 1) / K * S / beta",
+    "reduce": "gradients over dp * cp, what the last backward does not hide (streaming: in compute)",
     "optimizer": "30 bytes per parameter of the shard at the HBM's bandwidth; with Muon, its busiest owner",
     "overhead": "per step and per micro-batch (hardware.yaml)",
 }
