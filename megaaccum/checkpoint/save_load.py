@@ -34,7 +34,7 @@ from megaaccum.config.keys import values_where
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, listed
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu
 from megaaccum.sharding import ShardingBackend
@@ -111,6 +111,15 @@ class _Writer(dcp.FileSystemWriter):
                 storage.sha256 = hashlib.sha256(file.read(storage.length)).hexdigest()
         return written
 
+    def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all ranks have written: refuse hosts that do not share the folder, each with its own part."""
+        names = sorted({each.storage_data.relative_path for part in results for each in part})
+        if unseen := [name for name in names if not (Path(self.path) / name).exists()]:
+            raise CheckpointError(
+                f"rank 0 does not see {listed(unseen)} of other ranks: hosts have to share the folder"
+            )
+        super().finish(metadata, results)
+
 
 class BackgroundSave:
     """A checkpoint that is written while training continues, from a copy of this rank's tensors.
@@ -120,17 +129,9 @@ class BackgroundSave:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        backend: ShardingBackend,
-        groups: Groups,
-        progress: Progress,
-        *,
-        keep_last: int,
-        group: dist.ProcessGroup,
-        retain: int | None = None,
-        buffers: Buffers | None = None,
-    ):
+        self, folder: str | os.PathLike[str], backend: ShardingBackend, groups: Groups, progress: Progress, *,
+        keep_last: int, group: dist.ProcessGroup, retain: int | None = None, buffers: Buffers | None = None,
+    ):  # fmt: skip
         """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
         written = _written(backend, groups, buffers)
         self._files = Files(Path(folder), progress, keep_last, retain)
@@ -140,12 +141,9 @@ class BackgroundSave:
         except CheckpointError as error:
             raise self._files.abandon(error) from error
         writing = dcp.async_save(
-            written,
-            storage_writer=_Writer(self._files.aside),
-            planner=plan_maker(),
-            process_group=group,
+            written, storage_writer=_Writer(self._files.aside), planner=plan_maker(), process_group=group,
             async_stager=_Copies(),
-        )
+        )  # fmt: skip
         assert isinstance(writing, Future)
         writing.add_done_callback(self._publish)
 

@@ -235,6 +235,32 @@ def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> 
     return text, str(save_load.latest(folder)), " ".join(left), Run.of(case).load(Path(folder)).step
 
 
+def saved_apart(folder: str, background: bool) -> str:
+    """The error of a save to a folder that each rank has for itself."""
+    import torch.distributed as dist
+
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import groups
+
+    run, own = Run.of(CASE), Path(folder, str(dist.get_rank()))
+    save = functools.partial(save_load.save, own, run.backend, run.groups, progress(1), keep_last=1)
+    if background:
+        group = groups.for_background(1)
+        saving = save_load.BackgroundSave(own, run.backend, run.groups, progress(1), keep_last=1, group=group)
+        save = saving.finish
+    with pytest.raises(CheckpointError) as raised:
+        save()
+    assert not (own / "latest").exists()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_folder_that_hosts_do_not_share_is_refused_when_it_is_written(tmp_path, background):
+    """Every checkpoint of such a run was named complete, and none could be read."""
+    for text in run_ranks(saved_apart, 2, str(tmp_path), background, timeout=60):
+        assert "rank 0 does not see __1_0.distcp of other ranks: hosts have to share the folder" in text
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_said_on_every_rank_and_what_was_current_stays(tmp_path, background):
     current = tmp_path / "step_0000001"
