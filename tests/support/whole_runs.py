@@ -59,7 +59,14 @@ def train(
 ) -> Ended:
     """`megaaccum train`. worker: a function of this file that every rank calls in place of cli.train.main.
     max_bytes: no file may grow beyond it, for any rank."""
-    (rank,) = try_ranks(_train, 1, flags(folder, **more), worker, max_bytes, init=False, timeout=100, env=env)
+    return started(flags(folder, **more), worker, max_bytes, env)
+
+
+def started(
+    argv: list[str], worker: str = "", max_bytes: int = 0, env: dict[str, str] | None = None, timeout: float = 100
+) -> Ended:
+    """`megaaccum train` with this command line; the rest as for `train`."""
+    (rank,) = try_ranks(_train, 1, argv, worker, max_bytes, init=False, timeout=timeout, env=env)
     assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
     output, _, code = rank.output.rpartition("exit code ")
     return Ended(int(code), output)
@@ -212,6 +219,22 @@ def is_hung_up_in_step_3(argv: list[str]) -> int:
         log_step(log, engine, *args)
 
     training_run.log_step = and_hang_up
+    return train.main(argv)
+
+
+def is_stopped_in_step_5(argv: list[str]) -> int:
+    """The launcher gets SIGTERM when the log has step 5."""
+    from megaaccum.cli import train
+    from megaaccum.pretrain.training import training_run
+
+    log_step = training_run.log_step
+
+    def and_stop(log, engine, *args):
+        log_step(log, engine, *args)
+        if engine.step == 5 and os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    training_run.log_step = and_stop
     return train.main(argv)
 
 
