@@ -384,8 +384,13 @@ def distance(one: Next, other: Next, seen_in: str) -> float:
 # --- moves -----------------------------------------------------------------------------------------------------------
 
 
-SOME = [restarts.MOVES[number] for number in (0, 2, 4, 19, 23, 24, 25)]
-"""`python -m benchmarks restarts` has all."""
+def of_four_layers(case: Case) -> Case:
+    """The case with a layer in each chunk where a rank has two, and with several in the others'."""
+    return replace(case, model=f"{case.model} --num_layers 4")
+
+
+SOME = [tuple(map(of_four_layers, restarts.MOVES[number])) for number in (0, 2, 4, 19, 23, 24, 25)]
+"""`python -m benchmarks restarts` has all, of eight layers."""
 
 
 @pytest.fixture(scope="module")
