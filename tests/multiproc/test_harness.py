@@ -83,7 +83,12 @@ def tensors():
     import torch
 
     whole = torch.arange(1000)
-    return {"view": whole[3:5], "bf16": torch.ones(2, 3, dtype=torch.bfloat16), "scalar": torch.tensor(1.5)}
+    return {
+        "view": whole[3:5],
+        "bf16": torch.ones(2, 3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+    }
 
 
 def test_tensors_come_back_as_they_were():
@@ -93,7 +98,7 @@ def test_tensors_come_back_as_they_were():
     assert torch.equal(result["view"], torch.tensor([3, 4]))
     assert result["view"].untyped_storage().nbytes() == 16
     assert torch.equal(result["bf16"], torch.ones(2, 3, dtype=torch.bfloat16))
-    assert result["scalar"].shape == ()
+    assert (result["scalar"].shape, result["empty"].shape) == ((), (0, 3))
 
 
 def leave_a_mark():

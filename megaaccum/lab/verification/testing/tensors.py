@@ -36,4 +36,4 @@ def rebuild(elements: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Any:
     """The tensor again, on the CPU."""
     import torch
 
-    return torch.from_numpy(elements.copy()).view(getattr(torch, dtype)).reshape(shape)
+    return torch.tensor(elements).view(getattr(torch, dtype)).reshape(shape)
