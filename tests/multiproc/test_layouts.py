@@ -35,6 +35,8 @@ EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
 """A model that computes by two blocks of columns and two of each sequence."""
+EIGHT = "--num_layers 2 --global_batch_size 8 "
+"""Blocks take four times as long: where no rank has several chunks, two layers and eight leaves and more in a tree."""
 SHARED = "--moe_shared_expert_intermediate_size 64 --moe_router_load_balancing_type seq_aux_loss "
 COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 ROWS = [  # tests/long/test_layout_table.py has more
@@ -57,13 +59,13 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + BF16),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --zero_stage 1 " + EP2, EXPERTS),
     row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16),
-    row(4, "--pp_microbatches 8 --backend fsdp2 " + TP2, CUT),
+    row(4, "--pp_microbatches 4 --backend fsdp2 " + TP2, CUT + EIGHT),
     row(4, PP + "--schedule zbv --pp_microbatches 8 ", CUT),
-    row(4, "--pp_microbatches 8 --sync streaming " + TP2, COLUMNS),
-    row(4, "--pp_microbatches 8 --zero_stage 1 " + CP2, CUT + BF16),
-    row(4, "--pp_microbatches 16 --recompute_granularity full " + TP2 + CP2, CUT + BF16),
-    row(4, "--pp_microbatches 8 " + TP2 + EP2, CUT + EXPERTS),
-    row(4, "--pp_microbatches 8 --zero_stage 2 " + CP2 + EP4, CUT + EXPERTS + BF16),
+    row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + "--global_batch_size 8 "),
+    row(4, "--pp_microbatches 4 --zero_stage 1 " + CP2, CUT + BF16 + EIGHT),
+    row(4, "--pp_microbatches 8 --recompute_granularity full " + TP2 + CP2, CUT + BF16 + EIGHT),
+    row(4, "--pp_microbatches 4 " + TP2 + EP2, CUT + EXPERTS + EIGHT),
+    row(4, "--pp_microbatches 4 --zero_stage 2 " + CP2 + EP4, CUT + EXPERTS + BF16 + EIGHT),
 ]
 OWN_ROWS = [
     row(4, "--pp_microbatches 4 ", OWN),
@@ -302,9 +304,8 @@ def run(case: Case, mistake=None, steps: int = STEPS) -> Outcome:
 @cache
 def one_process(model: str) -> Outcome:
     """The outcome of one process with the same micro-batches."""
-    return run_ranks(run, 1, row(1, f"--pp_microbatches {12 if TWELVE in model else 16} ", model.removeprefix(MODEL)))[
-        0
-    ]
+    count = Case(1, SAME, model).plan().batch.global_batch_size
+    return run_ranks(run, 1, row(1, f"--pp_microbatches {count} ", model.removeprefix(MODEL)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -335,12 +336,12 @@ def test_every_layout_is_one_process_to_the_bit(case, measured):
         (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
         (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
         (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
-        (blocks_for_sources, row(2, "--pp_microbatches 8 " + EP2, CUT + EXPERTS), "gradient"),
-        (weights_over_columns, row(1, "--pp_microbatches 16 ", CUT + EXPERTS), "gradient"),
-        (balanced_by_block, row(2, "--pp_microbatches 8 ", CUT + EXPERTS), "gradient"),
-        (columns_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
-        (sequences_at_once, row(1, "--pp_microbatches 16 ", CUT), "gradient"),
-        (masks_of_the_rank, row(2, "--pp_microbatches 16 " + TP2, CUT), "losses"),
+        (blocks_for_sources, row(2, "--pp_microbatches 4 " + EP2, CUT + EXPERTS + EIGHT), "gradient"),
+        (weights_over_columns, row(1, "--pp_microbatches 8 ", CUT + EXPERTS + EIGHT), "gradient"),
+        (balanced_by_block, row(2, "--pp_microbatches 4 ", CUT + EXPERTS + EIGHT), "gradient"),
+        (columns_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
+        (sequences_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
+        (masks_of_the_rank, row(2, "--pp_microbatches 8 " + TP2, CUT + EIGHT), "losses"),
     ],
 )
 def test_a_mistake_is_seen(mistake, case, what):
@@ -350,13 +351,13 @@ def test_a_mistake_is_seen(mistake, case, what):
 
 def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
     """In FP32, against one process in float64 that knows no blocks."""
-    model, untied = "--num_layers 4 " + CUT, "--untie_embeddings_and_output_weights "
+    model, untied = "--num_layers 2 " + CUT, "--num_layers 4 --untie_embeddings_and_output_weights "
     check(
         [
             Case(4, "--pp_microbatches 4 " + TP2 + CP2 + SAME, model),
             Case(4, "--pp_microbatches 4 " + SAME, model + RMS.removeprefix(BF16) + "--swiglu --ffn_hidden_size 64 "),
             Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME, model + untied),
-            Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 4 " + EXPERTS),
+            Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 2 " + EXPERTS),
             Case(4, "--pp_microbatches 4 " + TP2 + EP2 + SAME, model + EXPERTS),
             Case(4, "--pp_microbatches 4 " + CP2 + EP2 + SAME, model + EXPERTS + SHARED),
         ]
