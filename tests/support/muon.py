@@ -13,8 +13,8 @@ import torch
 
 from tests.support.parity import Case, Cut, Gradient, Reference, Rig, named, one_process, plain_loop, stack
 
-STEPS = 5
-"""Steps of a cell; the whole table (tests/long) takes ten."""
+STEPS = 3
+"""Steps of a cell, in the last two of which the first one's momentum is; the whole table (tests/long) takes ten."""
 KINDS = ("param", "momentum_buffer", "exp_avg", "exp_avg_sq")
 FLAGS = (
     "--optimizer muon --muon_fp32_matmul_prec highest --muon_extra_scale_factor 0.2 --lr 2e-3 --weight_decay 0.1"
