@@ -33,6 +33,8 @@ SCHEDULES = {
     "dualpipev": PP2 + "--schedule dualpipev ",
 }
 FOUR = "--num_layers 4 "
+LAYERS = dict.fromkeys(SCHEDULES, FOUR) | {"none": "--num_layers 2 "}
+"""Two layers or more where a rank has one chunk."""
 SIZES = {"interleaved": (2, 4, 2)}
 """Micro-batches of each call; Megatron's interleaved schedule requires multiples of pp."""
 
@@ -51,14 +53,14 @@ def check(cells: list[tuple[Case, Calls]], ranks: int = 4) -> None:
 def test_several_calls_and_a_divisor_that_is_known_last(schedule):
     """3 + 4 + 1 micro-batches in three calls, the last of which fills the plan's number."""
     calls = Calls(SIZES.get(schedule, (3, 4, 1)))
-    check([(Case(4, SCHEDULES[schedule] + backend, FOUR), calls) for backend in BACKENDS.values()])
+    check([(Case(4, SCHEDULES[schedule] + backend, LAYERS[schedule]), calls) for backend in BACKENDS.values()])
 
 
 @pytest.mark.parametrize("lane", ["fp64", "bf16", "fp16"])
 def test_other_precisions(lane):
     backends = ["--backend ddp ", "--backend fsdp2 "] if lane == "fp64" else ["", "--sync streaming "]
     cells = [
-        (Case(4, SCHEDULES[schedule] + backend, FOUR, lane), Calls((5, 3)))
+        (Case(4, SCHEDULES[schedule] + backend, LAYERS[schedule], lane), Calls((5, 3)))
         for backend in backends
         for schedule in ("none", "1f1b", "zbv")
     ]
@@ -112,7 +114,7 @@ def test_a_call_after_the_one_that_seemed_the_last(backend):
 @pytest.mark.parametrize("known", ["weights", "total", "iterators"])
 def test_what_is_known_in_advance(known):
     calls = Calls((3, 5), known="" if known == "iterators" else known, iterators=known == "iterators")
-    check([(Case(4, SCHEDULES[schedule], FOUR), calls) for schedule in ("none", "1f1b", "zbv")])
+    check([(Case(4, SCHEDULES[schedule], LAYERS[schedule]), calls) for schedule in ("none", "1f1b", "zbv")])
 
 
 MOE = (
@@ -133,7 +135,7 @@ def test_side_losses_of_several_calls(known):
 def test_fp16_at_four_million_tokens():
     """Sums of millions of tokens would drive the loss scale to its floor; a power of two near 1 / N stops that."""
     calls = Calls((3, 5), known="expected", unit=4e6 / 140)
-    check([(Case(4, SCHEDULES[schedule], FOUR, "fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
+    check([(Case(4, SCHEDULES[schedule], LAYERS[schedule], "fp16"), calls) for schedule in ("none", "1f1b", "zbv")])
 
 
 def frames_of(flags: str, folder: str) -> dict[str, list[str]]:
