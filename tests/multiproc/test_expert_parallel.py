@@ -17,7 +17,7 @@ from tests.support.faults import Fault
 from tests.support.parity import Case, Gradient, Rig, gradient
 
 MODEL = (
-    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_layers 2 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 EP = "--expert_model_parallel_size 2 "
@@ -38,7 +38,9 @@ def test_experts_that_are_whole_where_dense_matrices_are_cut(case, parity):
 @cells(
     Case(4, EP + SPLIT, MODEL),
     Case(4, "--expert_model_parallel_size 4 " + SPLIT, MODEL),
-    Case(4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
+    Case(
+        4, EP + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL + "--num_layers 4 "
+    ),
     Case(4, EP + TP, MODEL),
 )
 def test_four_ranks(case, parity):

@@ -12,6 +12,8 @@ from tests.support.expert_table import MODES, TP, WHOLE, Cell, measured, table
 from tests.support.parity import REPLICAS, Case
 
 MODEL = EXPERTS + "--moe_z_loss_coeff 0.01 "
+TWO = "--num_layers 2 "
+"""No rank has several chunks."""
 
 
 def cell(mode: str, ranks: int, layout: str, model: str = "", *, exact: bool = True) -> Case:
@@ -22,13 +24,13 @@ def cell(mode: str, ranks: int, layout: str, model: str = "", *, exact: bool = T
     return Case(ranks, f"--pp_microbatches 4 {flags}{precision}{layout}", MODEL + model, lane)
 
 
-@cells(*(cell(mode, 2, EP) for mode in MODES), *(cell(mode, 2, WHOLE) for mode in MODES))
+@cells(*(cell(mode, 2, EP, TWO) for mode in MODES), *(cell(mode, 2, WHOLE, TWO) for mode in MODES))
 def test_two_ranks(case, parity):
     """Half of the experts on each; all of them on both, beside cut dense matrices."""
     parity(case)
 
 
-@cells(*(cell(mode, 4, EP + TP) for mode in MODES), *(cell(mode, 4, EP) for mode in REPLICAS))
+@cells(*(cell(mode, 4, EP + TP, TWO) for mode in MODES), *(cell(mode, 4, EP, TWO) for mode in REPLICAS))
 def test_spread_and_cut(case, parity):
     """Each half of half of the experts; experts over a mesh of their own with replicas."""
     parity(case)
@@ -37,7 +39,7 @@ def test_spread_and_cut(case, parity):
 DETERMINISTIC = EP + "--deterministic "
 
 
-@cells(*(cell(mode, 4, DETERMINISTIC) for mode in MODES))
+@cells(*(cell(mode, 4, DETERMINISTIC, TWO) for mode in MODES))
 def test_sums_in_rank_order(case, parity):
     parity(case)
 
@@ -47,8 +49,14 @@ FP16 = [mode for mode in MODES if mode != "Megatron"]
 
 
 @cells(
-    *(Case(2, f"--pp_microbatches 4 {MODES[mode]}{EP}", MODEL + "--moe_router_topk 4 ", "bf16") for mode in MODES),
-    *(Case(2, f"--pp_microbatches 4 {MODES[mode]}{WHOLE}", MODEL + "--moe_router_topk 4 ", "fp16") for mode in FP16),
+    *(
+        Case(2, f"--pp_microbatches 4 {MODES[mode]}{EP}", MODEL + TWO + "--moe_router_topk 4 ", "bf16")
+        for mode in MODES
+    ),
+    *(
+        Case(2, f"--pp_microbatches 4 {MODES[mode]}{WHOLE}", MODEL + TWO + "--moe_router_topk 4 ", "fp16")
+        for mode in FP16
+    ),
 )
 def test_sixteen_bits(case, parity):
     """All experts see every token, or rounding would change which do."""

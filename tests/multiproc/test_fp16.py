@@ -28,9 +28,9 @@ UNTIED = "--untie_embeddings_and_output_weights "
 
 
 def test_the_gradient_is_that_of_one_process():
-    cases = [Case(4, PIPELINE + f"--zero_stage {stage}", lane="fp16") for stage in (1, 2, 3)]
-    cases.append(Case(4, PIPELINE + "--backend ddp", lane="fp16"))
-    check([*cases, Case(4, TENSOR + "--pp_microbatches 8", lane="fp16")])
+    layouts = [PIPELINE + f"--zero_stage {stage}" for stage in (1, 2, 3)]
+    layouts += [PIPELINE + "--backend ddp", TENSOR + "--pp_microbatches 8"]
+    check([Case(4, layout, "--num_layers 4", "fp16") for layout in layouts])
 
 
 # Each stage, data-parallel or tensor-parallel rank in turn; first, middle and last micro-batch; inf and nan.
