@@ -118,18 +118,20 @@ def test_what_is_known_in_advance(known):
 
 
 MOE = (
-    "--num_layers 4 --num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_experts 4 --moe_router_topk 2 --disable_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 "
 )
-MTP = "--num_layers 4 --position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
+MTP = "--position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 "
 
 
 @pytest.mark.parametrize("known", ["total", "expected"])
 def test_side_losses_of_several_calls(known):
     """Balancing losses are exact where N is known, or where the expected tokens are those that come on average;
     multi-token prediction is a sum over tokens either way."""
-    layouts = [SCHEDULES["none"], SCHEDULES["1f1b"], SCHEDULES["zb-h1"]]
-    check([(Case(4, layout, model), Calls((3, 5), known=known)) for layout in layouts for model in (MOE, MTP)])
+    cases = [
+        Case(4, SCHEDULES[name], model + LAYERS[name]) for name in ("none", "1f1b", "zb-h1") for model in (MOE, MTP)
+    ]
+    check([(case, Calls((3, 5), known=known)) for case in cases])
 
 
 def test_fp16_at_four_million_tokens():
