@@ -58,7 +58,7 @@ quick-rest: setup
 # Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
 # Each part reports at its end; the longest come first. A part costs 15 seconds of imports and collecting.
 # `python -m pytest` is the same in one process.
-PARTS := e-h i-o p-ru-z s-t rest a-d
+PARTS := e-h i-o s-t p-ru-z a-d rest
 
 test-rest test-%: export OMP_NUM_THREADS = 1
 # Dozens of processes import the package, each of which would compile it where a shell forbids it to keep that.
