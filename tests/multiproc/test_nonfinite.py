@@ -72,7 +72,7 @@ def test_where_the_backward_is_split():
     """In a V rank 0 of two holds stages 0 and 3; weight gradients come in other passes than their micro-batch's I."""
     layout = PIPELINE + "--schedule zbv --nonfinite drop_microbatch "
     streaming = layout + "--sync streaming "
-    cases = [Case(4, layout), Case(4, streaming), Case(4, streaming + "--reproducible layout")]
+    cases = [Case(4, each, FOUR) for each in (layout, streaming, streaming + "--reproducible layout")]
     faults = [Fault(0, 6, value=NAN, chunk=1), Fault(1, 1, value=NAN)]
     by_rank = run_ranks(attempts, 4, cases, faults, timeout=100)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -99,13 +99,13 @@ def without_correction(case: Case) -> Gradient:
 
 
 def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
-    case = Case(4, PIPELINE + "--nonfinite drop_microbatch ")
+    case = Case(4, PIPELINE + "--nonfinite drop_microbatch ", FOUR)
     assert any("error" in problem for problem in problems(case, run_ranks(without_correction, 4, case), REST))
 
 
 def test_a_fault_that_does_not_come_back_drops_nothing():
     once = [Fault(1, 1, value=NAN, times=1)]
-    cases = [Case(4, PIPELINE + "--nonfinite drop_microbatch "), Case(4, PIPELINE)]
+    cases = [Case(4, PIPELINE + "--nonfinite drop_microbatch ", FOUR), Case(4, PIPELINE, FOUR)]
     clean = run_ranks(attempts, 4, cases[1:], [])
     for rank, ((dropped, result), (skipped, its_result)) in enumerate(run_ranks(attempts, 4, cases, once, timeout=60)):
         assert (result.skipped, result.sanitized) == (False, 0)
@@ -129,7 +129,7 @@ def refused(case: Case) -> list[str]:
 
 def test_a_step_that_ends_the_run_leaves_random_states_as_they_were():
     drawn = PIPELINE.replace("skip", "raise") + "--rng megatron --hidden_dropout 0.1"
-    assert run_ranks(refused, 4, Case(4, drawn)) == [[]] * 4
+    assert run_ranks(refused, 4, Case(4, drawn, FOUR)) == [[]] * 4
 
 
 def without_a_token(case: Case, masked: bool, faults: list[Fault]) -> tuple[list[str], list[object]]:
@@ -231,8 +231,8 @@ def test_zero_changes_the_elements_that_are_not_finite_and_no_other():
     layouts = [*(f"--zero_stage {stage}" for stage in (1, 2, 3)), "--sync streaming", "--backend megatron"]
     layouts += ["--backend megatron --schedule zbv", "--backend fsdp2", "--backend fsdp2 --sync streaming"]
     layouts += ["--backend fsdp2 --schedule zbv", "--backend ddp --schedule zbv"]
-    cases = [Case(4, PIPELINE + zero + layout) for layout in layouts]
-    cases += [Case(4, PIPELINE + zero, lane="fp64"), Case(4, PIPELINE + zero + "--backend ddp", lane="bf16")]
+    cases = [Case(4, PIPELINE + zero + layout, FOUR) for layout in layouts]
+    cases += [Case(4, PIPELINE + zero, FOUR, "fp64"), Case(4, PIPELINE + zero + "--backend ddp", FOUR, "bf16")]
     for rank, seen in enumerate(run_ranks(one_element, 4, cases, timeout=150)):
         for case, (changed, counted, finite, note) in zip(cases, seen, strict=True):
             assert changed == ([7] if rank < 2 else []), case  # stage 0 is ranks 0 and 1
@@ -243,7 +243,7 @@ def test_zero_changes_the_elements_that_are_not_finite_and_no_other():
 def zeroed_in_fp16(layout: str) -> list[tuple[float, bool, bool]]:
     """(loss scale, whether it was skipped, whether weights changed) of steps that overflow in one micro-batch, and of
     one in which nothing is left."""
-    rig = Rig.of(Case(4, PIPELINE + layout, "--initial_loss_scale 8 --min_loss_scale 2", "fp16"))
+    rig = Rig.of(Case(4, PIPELINE + layout, FOUR + "--initial_loss_scale 8 --min_loss_scale 2", "fp16"))
     seen = []
     everywhere = [Fault(2 + dp, index) for dp in range(2) for index in range(8)]
     for number, faults in enumerate([[Fault(3, 5)], [Fault(3, 5)], [Fault(3, 5)], everywhere]):
@@ -276,7 +276,7 @@ def policies() -> dict[str, object]:
     from megaaccum.errors import StepError
 
     seen: dict[str, object] = {}
-    rig = Rig.of(Case(4, PIPELINE + "--nonfinite raise"))
+    rig = Rig.of(Case(4, PIPELINE + "--nonfinite raise", FOUR))
     before = state_of(rig.backend)
     try:
         with injected([Fault(1, 4, value=NAN, forward=True)], rig.chunks):
@@ -284,14 +284,14 @@ def policies() -> dict[str, object]:
     except StepError as error:
         seen["raise"] = str(error)
     seen["changed by raise"] = differences(state_of(rig.backend), before)
-    rig = Rig.of(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2"))
+    rig = Rig.of(Case(4, PIPELINE + "--max_bad_steps_in_a_row 2", FOUR))
     try:
         for number, faults in enumerate([[Fault(1, 0)], [], [Fault(1, 0)], [Fault(1, 0)]], start=1):
             with injected(faults, rig.chunks):
                 seen["last good"] = rig.train(step=number).note or number
     except StepError as error:
         seen["limit"] = str(error)
-    rig = Rig.of(Case(4, PIPELINE + "--nonfinite off"))
+    rig = Rig.of(Case(4, PIPELINE + "--nonfinite off", FOUR))
     with injected([Fault(1, 0, value=NAN)], rig.chunks):
         seen["off"] = rig.train(step=1).skipped
     seen["not finite with off"] = any(
@@ -321,7 +321,7 @@ def guarded(action: str) -> list[tuple[bool, str]]:
     from megaaccum.errors import StepError
 
     flags = f"--grad_norm_guard {action} --grad_norm_guard_window 4 --grad_norm_guard_deviations 20 --lr 1e-4"
-    rig = Rig.of(Case(4, PIPELINE, flags))
+    rig = Rig.of(Case(4, PIPELINE, FOUR + flags))
     seen, before = [], {}
     for number in range(7):
         before = state_of(rig.backend)
