@@ -11,7 +11,7 @@ from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.observe.noise_scale import Estimate, NoiseScale, estimate
 from tests.support.parity import SYNC_MODES, Case, Rig, gradient_of, one_process, sample
 
-UNTIED = "--untie_embeddings_and_output_weights true"
+UNTIED = "--num_layers 4 --untie_embeddings_and_output_weights true"
 EXPERTS = UNTIED + " --num_experts 4 --moe_router_topk 2 --moe_aux_loss_coeff 0 --no_add_bias_linear"
 WINDOW = "--noise_scale_window 4 "
 PIPELINE = WINDOW + "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4 "

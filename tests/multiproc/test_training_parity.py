@@ -23,7 +23,7 @@ from tests.support.parity import (
 STEPS = 20
 CLIP = 0.5
 # No biases: the gradient of a key's bias is zero but for rounding, and Adam divides the rounding by its own size.
-MODEL = f"--clip_grad {CLIP} --no_add_bias_linear --normalization RMSNorm --swiglu"
+MODEL = f"--num_layers 4 --clip_grad {CLIP} --no_add_bias_linear --normalization RMSNorm --swiglu"
 LAYOUTS = [
     Case(4, "--pipeline_model_parallel_size 2 --grad_accum_steps 2 --pp_microbatches 4", MODEL),
     Case(
