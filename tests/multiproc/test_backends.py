@@ -1,4 +1,5 @@
-"""Every backend and policy takes the same step: the gradient of one process on the whole batch."""
+"""Every backend and policy takes the same step: the gradient of one process on the whole batch. Backends without any
+policy are in test_backend_table.py."""
 
 from itertools import pairwise
 
@@ -31,8 +32,6 @@ def fp64(layout: str, model: str = "") -> Case:
 
 
 @cells(
-    four_layers(4, STREAM),
-    four_layers(4, PP + STREAM),
     four_layers(4, PP + STREAM + "--flush per_round", UNTIED),
     four_layers(4, VPP + STREAM, LLAMA),
     four_layers(4, TP + STREAM),
@@ -63,11 +62,7 @@ def test_one_data_parallel_rank(case, parity):
 
 
 @cells(
-    fp64(FSDP2),
-    fp64(FSDP2 + REPLICAS),
     fp64(FSDP2 + "--sync streaming " + REPLICAS),
-    fp64(PP + FSDP2),
-    fp64(PP + FSDP2 + "--sync streaming "),
     fp64(PP + FSDP2 + "--flush per_round "),
     fp64(VPP + FSDP2, LLAMA),
     fp64(VPP + FSDP2 + "--sync streaming ", UNTIED),
@@ -97,8 +92,6 @@ def test_one_microbatch(case, parity):
 
 
 @cells(
-    four_layers(4, MEGATRON),
-    four_layers(4, PP + MEGATRON),
     four_layers(4, PP + MEGATRON + "--flush per_round", UNTIED),
     four_layers(4, VPP + MEGATRON, LLAMA),
     four_layers(4, TP + MEGATRON),
