@@ -56,8 +56,9 @@ class DdpBackend(AccumulatingBackend):
             for chunk in chunks
         ]
         self._ddp = [ddp for ddps in self._of_chunk for ddp in ddps]
-        # An average over the ranks of experts would be another than that of the rest.
-        sums = order_of(plan, groups.dp_cp) is not None or bool(experts.of_chunks(chunks))
+        # An average over the ranks of experts would be another than that of the rest. A stage without experts has to
+        # divide as others do: the last one's divisor is in the gradients of all.
+        sums = order_of(plan, groups.dp_cp) is not None or experts.has_own_ranks(plan)
         self._fp32_sums = Fp32Sums(self._16_bit, chunks)
         for param in self._16_bit:
             pytorch.OnGradient(param, self._hand_to_master)

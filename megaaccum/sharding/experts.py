@@ -121,14 +121,14 @@ def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[st
     """Parameters that Megatron's marks, or their absence, would have summed over the wrong ranks."""
     ep, etp, tp = plan.layout.ep, plan.layout.etp, plan.layout.tp
     for name, param in names.named_parameters(chunks):
-        if names.is_expert(param) and not _has_own_ranks(plan):
+        if names.is_expert(param) and not has_own_ranks(plan):
             yield (
                 f"{name} is marked as an expert's with ranks of its own (allreduce = False), but by the plan experts"
                 f" have the ranks of dense matrices (ep 1, etp {etp} = tp): set expert_model_parallel_size or"
                 " expert_tensor_parallel_size as the chunks were built"
             )
             return
-        if ".experts." in name and not names.is_expert(param) and _has_own_ranks(plan):
+        if ".experts." in name and not names.is_expert(param) and has_own_ranks(plan):
             yield (
                 f"{name} is not marked as an expert's with ranks of its own (allreduce = False), but by the plan it has"
                 f" them (ep {ep}, etp {etp}, tp {tp}): build the chunks for this layout"
@@ -139,7 +139,7 @@ def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[st
 def _group_problems(plan: Plan, groups: Groups) -> Iterator[str]:
     """Groups of experts that are missing, or not of the plan's sizes."""
     layout = plan.layout
-    if not _has_own_ranks(plan):
+    if not has_own_ranks(plan):
         return
     for name, size in (("ep", layout.ep), ("expt_tp", layout.etp), ("expt_dp", layout.edp)):
         group = getattr(groups.collection, name, None)
@@ -223,7 +223,7 @@ class ReducerByRanks:
 
     def __init__(self, plan: Plan, groups: Groups, sums: AnyOrder):
         self._dense = PartitionReducer.from_plan(plan, groups.dp_cp, sums)
-        self._experts = PartitionReducer.from_plan(plan, groups.expert_dp, sums) if _has_own_ranks(plan) else None
+        self._experts = PartitionReducer.from_plan(plan, groups.expert_dp, sums) if has_own_ranks(plan) else None
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares` (PartitionReducer.add)."""
@@ -245,6 +245,6 @@ class ReducerByRanks:
             self._experts.wait()
 
 
-def _has_own_ranks(plan: Plan) -> bool:
+def has_own_ranks(plan: Plan) -> bool:
     """Whether experts have ranks of their own by the plan's layout."""
     return plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp

@@ -52,9 +52,9 @@ class Fsdp2Backend(ShardingBackend):
         self._waiting: list[FSDPModule] = []
         whole = [param for _, param in names.named_parameters(chunks)]
         before = {id(param) for chunk in chunks for param in before_experts(chunk)}
-        own_ranks = bool(experts.of_chunks(chunks))
+        own_ranks = experts.has_own_ranks(plan)  # also of a stage without experts, whose divisor is another's, too
         self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
-        if own_ranks or plan.layout.ep > 1 or plan.layout.etp != plan.layout.tp:  # making groups is collective
+        if own_ranks:
             among = groups.expert_dp
             self._expert_mesh = process_groups.replica_mesh(groups, among, sharding.data_parallel_replicas)
         # Expert and dense groups differ in size, and averages would divide by different numbers: both sum instead.

@@ -162,8 +162,17 @@ FOUND = [
 """Cells of which the fuzz has shown defects, and one of each kind that it draws seldom."""
 
 
+HALF = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "pp_microbatches": 4}
+FOUND_BY_FOUR = [
+    # experts in one of two stages: the other averaged over its ranks, by a divisor of its own
+    Cell(world_size=4, model=EXPERTS | {"moe_layer_freq": 2}, layout=HALF | {"backend": backend})
+    for backend in ("ddp", "fsdp2")
+]
+
+
 def test_cells_that_failed_once():
     assert fuzz.check(FOUND) == [[]] * len(FOUND)
+    assert fuzz.check(FOUND_BY_FOUR) == [[]] * len(FOUND_BY_FOUR)
 
 
 def test_a_cell_is_the_same_whenever_it_is_drawn():
