@@ -228,13 +228,15 @@ def carries_by_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def destroy() -> None:
-    """Forget the groups of this process, so that others can be built (tests, a changed layout). Also Megatron's table
-    of side losses, which holds these groups and a row for each layer of the first model."""
+    """Forget the groups of this process, so that others can be built (tests, a changed layout). Also Megatron's tables
+    of side losses, which hold these groups and a row for each layer of the first model."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     parallel_state.destroy_model_parallel()
     _built.clear()
     destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 class Mpu:

@@ -26,7 +26,8 @@ class AgreedOrder:
 
     A reduction may hold up the backward that it begins in (ZeRO-1 and -2, and all on a CPU). Ranks of expert
     parallelism exchange tokens in that backward: one that waits for a parameter that the other skips would hang both.
-    If the first step's micro-batches do not all use the same dense parameters, reductions begin after the backward.
+    On a CPU so would ranks that agree on the next call, where a step has several. In both cases, if the first step's
+    micro-batches do not all use the same dense parameters, reductions begin after the backward.
 
     params: those of `chunks` that are trained, in the order of the model, as many on every rank. uses: gradients of
     each in the first step, by id, which the caller counts.
@@ -46,7 +47,7 @@ class AgreedOrder:
         chunks, in_pieces = list(chunks), plan.config.parallel.overlap_moe_expert_parallel_comm
         self._turns = ExpertTurns(chunks, self.add, splits=plan.layout.splits_backward, in_pieces=in_pieces)
         self.uses: Counter[int] = Counter()
-        self._exchanges, self._at_end = plan.layout.ep > 1, False
+        self._can_hang, self._at_end = plan.layout.ep > 1 or not cpu.has_accelerator(), False
         self._order: list[torch.nn.Parameter] = []
         self._complete: dict[int, None] = {}
         """ids of the parameters with a complete gradient, in the order in which they were added."""
@@ -82,13 +83,13 @@ class AgreedOrder:
             self._turns.finish(param)
         if self._params and not self._order:
             self._order = self._agreed()
-            self._at_end = self._exchanges and self._some_are_skipped()
+            self._at_end = self._can_hang and self._some_are_skipped()
         self._reduce_in_turn()
 
     @property
     def counts_uses(self) -> bool:
         """Whether `uses` is still to be counted."""
-        return self._exchanges and not self._order
+        return self._can_hang and not self._order
 
     def _some_are_skipped(self) -> bool:
         """Whether dense parameters have fewer uses than there were micro-batches, or other ones on another rank."""

@@ -42,9 +42,8 @@ class DdpBackend(AccumulatingBackend):
         self.optimizer = optimizer
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         named = list(names.named_parameters(chunks))
-        # In these precisions sums and updates would round to nothing.
-        of_16_bit = (torch.bfloat16, torch.float16)
-        self._16_bit = [param for _, param in named if param.requires_grad and param.dtype in of_16_bit]
+        # In 16 bits sums and updates would round to nothing.
+        self._16_bit = [param for _, param in named if param.requires_grad and param.element_size() == 2]
         self._masters = {id(param): _master(param) for param in self._16_bit}
         """FP32 master weight of each 16-bit parameter that is trained."""
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]

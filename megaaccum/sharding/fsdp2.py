@@ -55,8 +55,7 @@ class Fsdp2Backend(ShardingBackend):
         own_ranks = experts.has_own_ranks(plan)  # also of a stage without experts, whose divisor is another's, too
         self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
         if own_ranks:
-            among = groups.expert_dp
-            self._expert_mesh = process_groups.replica_mesh(groups, among, sharding.data_parallel_replicas)
+            self._expert_mesh = process_groups.replica_mesh(groups, groups.expert_dp, sharding.data_parallel_replicas)
         # Expert and dense groups differ in size, and averages would divide by different numbers: both sum instead.
         self._adds = self.sums.in_one_order or own_ranks
         self.reduction_divisor = 1 if self._adds else groups.dp_cp.size()

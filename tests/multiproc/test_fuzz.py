@@ -107,6 +107,11 @@ FOUND = [
         policies={"reset_attention_mask": True},
         documents=True,
     ),
+    Cell(  # Megatron's table of losses of predictions had a row for each layer of the model before
+        world_size=2,
+        model={"num_layers": 2, "position_embedding_type": "rope", "mtp_num_layers": 2},
+        layout={"pp_microbatches": 4},
+    ),
     Cell(  # a chunk of one layer took the next micro-batch's recompute for its own, and was released under it
         world_size=2,
         model={"num_layers": 4, "normalization": "RMSNorm", "add_bias_linear": False},
@@ -167,6 +172,16 @@ FOUND_BY_FOUR = [
     # experts in one of two stages: the other averaged over its ranks, by a divisor of its own
     Cell(world_size=4, model=EXPERTS | {"moe_layer_freq": 2}, layout=HALF | {"backend": backend})
     for backend in ("ddp", "fsdp2")
+] + [
+    Cell(  # a rank sent a full bucket in its last backward, and waited there for ranks that agreed on the next call
+        world_size=4,
+        microbatches=16,
+        model={"num_layers": 4},
+        layout={"backend": "deepspeed", "zero_stage": 1, "grad_accum_steps": 4, "pp_microbatches": 1}
+        | {"deterministic": True, "reduce_bucket_size": 20000},
+        calls=2,
+        gated=True,
+    )
 ]
 
 

@@ -26,8 +26,7 @@ def layer_kind(plan: Plan) -> Layers:
 def check_machine(plan: Plan) -> None:
     """Raise ConfigError, naming each problem, if this machine cannot compute the model as configured. Megatron itself
     would fail while the model is built or first run."""
-    specific = _without_te(plan) if layer_kind(plan).local else _with_te(plan)
-    if problems := [*_fp8(plan), *specific, *_dispatcher(plan)]:
+    if problems := [*_fp8(plan), *(_without_te if layer_kind(plan).local else _with_te)(plan), *_dispatcher(plan)]:
         raise ConfigError(problems)
 
 
@@ -92,6 +91,8 @@ def _without_te(plan: Plan) -> Iterator[str]:
             yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."
     if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
         yield f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, but {here}."
+    if plan.layout.cp > 1 and (whole := {"window_size", "softmax_type"} & plan.config.megatron.keys()):
+        yield f"context_parallel_size {plan.layout.cp} with {', '.join(whole)} needs Transformer Engine, but {here}."
     recomputed = recompute_gradients.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         yield (
@@ -107,5 +108,4 @@ def _dispatcher(plan: Plan) -> Iterator[str]:
     backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
     needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
     if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        text = f"moe_token_dispatcher_type flex needs GPUs and the module {needed}, of which one is missing"
-        yield f"{text}: set moe_token_dispatcher_type to alltoall."
+        yield f"moe_token_dispatcher_type flex needs GPUs and {needed}, of which one is missing: set it to alltoall."

@@ -146,6 +146,13 @@ def test_models_that_need_kernels_are_refused_where_there_are_none():
             machine.check_machine(plan_with(fields))
 
 
+def test_windows_of_sequences_that_are_cut_need_transformer_engine():
+    keys = make(transformer_impl="local", context_parallel_size=2)
+    keys.megatron = {"window_size": (4, 0)}
+    with pytest.raises(ConfigError, match="context_parallel_size 2 with window_size needs Transformer Engine, but"):
+        machine.check_machine(resolve(keys, world_size=2))
+
+
 def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():
     assert layers.choose(plan_with({}).config, has_te=False, on_gpu=True).fused_attention
     for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
