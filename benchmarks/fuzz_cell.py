@@ -129,6 +129,11 @@ def counts(cell: Cell) -> list[int]:
     return [size // int(cell.model.get("micro_batch_size", 1)) for size in sizes] + [cell.microbatches]
 
 
+def has_bf16_sums(cell: Cell) -> bool:
+    """Whether a layout of the cell adds gradients up in BF16."""
+    return "bf16" in (*cell.layout.values(), *(cell.resume or {}).values())
+
+
 def _words(flags: Flags) -> list[str]:
     words = []
     for name, value in flags.items():

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
 
 ROPE = {"position_embedding_type": "rope"}
+# Far above all gradients, so that the basis of eigenvectors, in part a matter of rounding, moves the update little.
+SOAP: Flags = {"optimizer": "soap", "add_bias_linear": False, "adam_eps": 1.0, "lr": 1.0, "weight_decay": 1e-3}
 IN_A_V = ("zbv", "dualpipev", "v-half", "v-min")
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
 MORE_MODELS: tuple[Flags, ...] = (
@@ -225,7 +227,7 @@ def _draw_updates(chance: random.Random, cell: Cell) -> Iterator[Flags]:
         (0.3 * (cell.lane == "bf16"), {"layout": {"grad_accum_dtype": "bf16"}}),
         (0.3 * (cell.resume is None), {"layout": four, "model": whole}),
         (0.2, {"model": {"optimizer": "lion", "add_bias_linear": False, "lr": 1e-3}}),
-        (0.2, {"model": {"optimizer": "soap", "add_bias_linear": False}}),
+        (0.2, {"model": SOAP}),
     )
     yield from (changes for probability, changes in draws if chance.random() < probability)
 

@@ -7,7 +7,7 @@ taken at all, is decided here a second time, from the cell alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ from benchmarks.fuzz_cell import (
     add_gates,
     counts,
     freeze,
+    has_bf16_sums,
     indices,
     is_bad,
     is_hollow,
@@ -33,14 +34,21 @@ from benchmarks.fuzz_cell import (
 )
 from megaaccum.lab.verification.records import Piece
 
+if TYPE_CHECKING:
+    from megaaccum.lab.verification.reference import Gradients
+
+ROUNDING, FOLLOWING = 1e-5, 1e-3
+"""A mean of gradients is zero but for rounding if it is smaller than this share of the largest of its parameter; and
+than this after a step in which some were."""
+
 
 def references(cells: list[Cell]) -> list[tuple[Trained, Trained]]:
     """(in float64, in the cell's precision) of each."""
-    return [(_reference(cell, "fp64"), _reference(cell, cell.lane)) for cell in cells]
+    return [(_reference(cell, "fp64"), _reference(cell, cell.lane, near=True)) for cell in cells]
 
 
-def _reference(cell: Cell, lane: str) -> Trained:
-    loop = _Loop(cell, lane)
+def _reference(cell: Cell, lane: str, *, near: bool = False) -> Trained:
+    loop = _Loop(cell, lane, near=near)
     before = loop.parts()
     steps, evaluations = [], []
     for step in range(STEPS):
@@ -53,7 +61,7 @@ def _reference(cell: Cell, lane: str) -> Trained:
 class _Loop:
     """The reference's loop on the micro-batches of a cell, with its policies for bad and short steps."""
 
-    def __init__(self, cell: Cell, lane: str):
+    def __init__(self, cell: Cell, lane: str, *, near: bool):
         from megaaccum.distributed import groups
         from megaaccum.lab.verification.reference import PlainLoop, lr_schedule
         from megaaccum.lab.verification.subject import gpt_loss, optimizer_of
@@ -79,6 +87,9 @@ class _Loop:
             optimizer=lambda named: optimizer_of(named, self.plan),
         )  # fmt: skip
         self._schedule = lr_schedule(self.loop.adam, self.plan)
+        self._noise = torch.Generator().manual_seed(0) if near and cell.model.get("optimizer") == "soap" else None
+        self._sums_in = torch.bfloat16 if lane == "bf16" and has_bf16_sums(cell) else None
+        self._undecided = {name: torch.zeros_like(each, dtype=torch.bool) for name, each in self.loop.masters.items()}
 
     def _head_apart(self, chunk: Any) -> torch.nn.Parameter | None:
         """The weight of a tied head, with a gradient of its own, if the layout has a copy of it: there, `nonfinite:
@@ -130,7 +141,7 @@ class _Loop:
 
     def _update(self, step: int, batches: dict[int, dict[str, torch.Tensor]], tokens: int) -> Step:
         """Balancing losses are a mean over micro-batches, by weight if the package is not given N in time."""
-        from megaaccum.lab.verification.reference import Gradients, add, clip_factor, norm_of
+        from megaaccum.lab.verification.reference import add, clip_factor, norm_of
 
         by_weight = self.cell.calls > 1 and not self.cell.told and self.plan.batch.loss_norm == "token"
         grads: Gradients = {}
@@ -146,7 +157,9 @@ class _Loop:
             loss += value
             for which, each in (("", part), ("head", self._part_of_head())):
                 for name, grad in each.items():
-                    add(by_sum.setdefault((which, *self._own_sum(step, index, name)), {}), {name: grad})
+                    own = by_sum.setdefault((which, *self._own_sum(step, index, name)), {})
+                    add(own, {name: grad})
+                    own[name] = own[name].to(self._sums_in or own[name].dtype).to(own[name].dtype)
         self._is_bad = False
         for part in by_sum.values():
             add(grads, {name: grad.nan_to_num(nan=0.0) for name, grad in part.items()})
@@ -154,9 +167,29 @@ class _Loop:
         if norm == 0:
             return Step(0.0, 0.0, tokens, True)
         factor = clip_factor(norm, self.plan.config.optimizer.clip_grad)
-        self.loop.update({name: grad * factor for name, grad in grads.items()})
+        grads = {name: grad * factor for name, grad in grads.items()}
+        if self.plan.config.optimizer.optimizer == "lion" and self.cell.lane != "fp64":
+            self._note_undecided(grads)
+        if self._noise is not None:
+            grads = {name: self._rounded(grad) for name, grad in grads.items()}
+        self.loop.update(grads)
         self._schedule.step(increment=self.plan.batch.global_batch_size)
         return Step(loss, norm, tokens, False)
+
+    def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient that is another in the last bit of FP32, in which SOAP computes. A matrix has no gradient in some
+        directions, of which the basis of eigenvectors is one of many: the last bit decides which."""
+        return grad * (1 + 2.0**-24 * torch.randn(grad.shape, generator=self._noise, dtype=grad.dtype))
+
+    def _note_undecided(self, grads: Gradients) -> None:
+        """Note the elements whose sign rounding decides, and Lion with it, here or in a layout. Where there are some,
+        the next gradient is another by as much as a step of them moves it."""
+        keys = self.plan.config.optimizer
+        near = FOLLOWING if any(bool(each.any()) for each in self._undecided.values()) else ROUNDING
+        for name, grad in grads.items():
+            had = self.loop.adam.state.get(self.loop.masters[name], {}).get("exp_avg", torch.zeros_like(grad))
+            mean = had.lerp(grad, 1 - keys.lion_beta1).abs()
+            self._undecided[name] |= (mean > 0) & (mean < near * mean.max())
 
     def _part_of_head(self) -> dict[str, torch.Tensor]:
         """The gradient that a micro-batch has brought to a head apart."""
@@ -196,8 +229,11 @@ class _Loop:
         return total
 
     def parts(self) -> list[Piece]:
-        masters = self.loop.masters.items()
-        return [Piece(name, master.detach().double().clone(), 0) for name, master in masters]
+        """The masters; nan where Lion's sign was a matter of rounding."""
+        return [
+            Piece(name, master.detach().double().masked_fill(self._undecided[name], float("nan")), 0)
+            for name, master in self.loop.masters.items()
+        ]
 
 
 class _LossScale:

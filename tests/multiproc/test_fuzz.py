@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import fuzz, fuzz_cell, fuzz_reference
 from benchmarks.fuzz_cell import Cell
+from benchmarks.fuzz_draws import SOAP
 from megaaccum.lab.verification.testing import run_ranks
 
 SEED = 37
@@ -137,7 +138,7 @@ FOUND = [
     Cell(
         world_size=2,
         lane="fp64",
-        model={"num_layers": 4, "optimizer": "soap", "add_bias_linear": False, **PARTS, **MOVING},
+        model={"num_layers": 4, **SOAP, **PARTS, **MOVING},
         layout={"pipeline_model_parallel_size": 2, "schedule": "zbv", "backend": "ddp", "pp_microbatches": 8},
         resume={"pp_microbatches": 4, "backend": "fsdp2"},
     ),
@@ -216,6 +217,8 @@ def test_what_differs_is_named():
         f"{part.name} is on no rank": dataclasses.replace(near, parts=others),
     }
     assert fuzz.problems(PLAIN, [near], exact, near) == []
+    still = dataclasses.replace(exact, parts=exact.before)
+    assert fuzz.problems(PLAIN, [still], still, still) == []
     for words, rank in cases.items():
         assert any(words in problem for problem in fuzz.problems(PLAIN, [rank], exact, near)), words
 
