@@ -61,9 +61,8 @@ class DdpBackend(AccumulatingBackend):
         self._fp32_sums = Fp32Sums(self._16_bit, chunks)
         for param in self._16_bit:
             pytorch.OnGradient(param, self._hand_to_master)
-        for ddp in self._ddp if self.sums.in_one_order else ():
-            for param in _trainable(ddp):
-                pytorch.OnGradient(param, self._on_gradient)
+        for param in (each for ddp in self._ddp if self.sums.in_one_order for each in _trainable(ddp)):
+            pytorch.OnGradient(param, self._on_gradient)
         for number, ddp in enumerate(self._ddp):
             ranks = _group(ddp, groups)
             order = order_of(plan, ranks)

@@ -20,11 +20,11 @@ class StepResult:
 
     step: its number, from 1. loss: sum of all losses over `weight`. weight: N, the weights of all micro-batches over
     all ranks (unmasked tokens, say). grad_norm: L2 norm of the model's gradient before clipping, after unscaling. lr:
-    that it used, or would have. loss_scale: what the loss was multiplied by in the backward (1 without FP16). skipped:
-    no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards max_bad_steps.
-    sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what was wrong, empty
-    where nothing was. stop: some rank asked to stop after this step. reports: what loss functions reported, reduced
-    over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own micro-batches.
+    that it used, or would have. loss_scale: what the loss was multiplied by in the backward, or would have been (1
+    without FP16). skipped: no rank changed its weights. advanced: its samples count as consumed. bad: it counts towards
+    max_bad_steps. sanitized: elements of the gradient set to 0, or micro-batches left out, over all ranks. note: what
+    was wrong, empty where nothing was. stop: some rank asked to stop after this step. reports: what loss functions
+    reported, reduced over micro-batches and ranks. per_microbatch: on ranks of the last stage, reports of their own.
     expert_loads: how evenly tokens went to experts, if there are any. seconds: by phase, and `between` it and the step
     before. forward_seconds: in this rank's forwards. traffic: this rank's collectives, by collective, group and dtype.
     memory: the most bytes that this rank held, by kind.

@@ -152,6 +152,14 @@ FOUND = [
         | {"initial_loss_scale": fuzz_cell.LOSS_SCALE},
         bad=3,
     ),
+    Cell(  # a step that no rank takes had the loss scale 1
+        world_size=2,
+        lane="fp16",
+        model={"num_layers": 2},
+        layout={"pp_microbatches": 4, "backend": "ddp"},
+        policies={"short_batch": "drop"},
+        short=2,
+    ),
     Cell(
         world_size=2,
         lane="bf16",
