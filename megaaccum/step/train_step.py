@@ -349,8 +349,10 @@ class TrainStep:
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""
-        result = StepResult(step=step, loss=math.nan, weight=0.0, grad_norm=0.0, skipped=True, note=note, stop=stop)
-        result = replace(result, loss_scale=self.recovery.loss_scale)
+        result = StepResult(
+            step=step, loss=math.nan, weight=0.0, grad_norm=0.0, loss_scale=self.recovery.loss_scale, skipped=True,
+            note=note, stop=stop,
+        )  # fmt: skip
         return self.transaction.commit(result, self.backend.param_groups)
 
     # --- the step in several calls ---
