@@ -185,7 +185,8 @@ def _memory() -> list[Spec]:
     ]  # fmt: skip
     return [
         *cells,
-        *(Spec(name=f"communicator{name}", group="memory", function="communicator", environment=variables)
+        *(Spec(name=f"communicator{name}", group="memory", function="communicator", environment=variables,
+               alone=True)
           for name, variables in COMMUNICATORS.items()),
         Spec(name="auto at the edge", group="memory", function="auto_at_the_edge", alone=True),
         *(Spec(name=f"loop {name}", group="loop", function="executor_alone", arguments={"schedule": name})

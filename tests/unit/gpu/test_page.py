@@ -35,4 +35,4 @@ def test_what_failed_or_never_ran_is_named() -> None:
     rows = {row.split("|")[1].strip(): row for row in page._table(lines, {}).splitlines()}
     assert rows["`adam`"] == "| `adam` | 1 | 1 passed (H200, torch 2.11.0, commit d8d0f71) | never run |"
     assert "1 passed; failed: lanes; " in rows["`twohosts`"]
-    assert rows["`te`"] == "| `te` | 2 | never run | never run |"
+    assert rows["`te`"] == "| `te` | 3 | never run | never run |"
