@@ -108,4 +108,4 @@ def _dispatcher(plan: Plan) -> Iterator[str]:
     backend = plan.config.megatron.get("moe_flex_dispatcher_backend")
     needed = "transformer_engine" if backend == "ncclep" else "deep_ep"
     if not cpu.has_accelerator() or importlib.util.find_spec(needed) is None:
-        yield f"moe_token_dispatcher_type flex needs GPUs and {needed}, of which one is missing: set it to alltoall."
+        yield f"moe_token_dispatcher_type flex needs GPUs and the module {needed}; one is missing: set it to alltoall."
