@@ -113,11 +113,9 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written: refuse hosts that do not share the folder, each with its own part."""
-        names = {each.storage_data.relative_path for part in results for each in part} - set(os.listdir(self.path))
-        if unseen := sorted(name for name in names if not (Path(self.path) / name).exists()):  # a list may be old
-            raise CheckpointError(
-                f"rank 0 does not see {listed(unseen)} of other ranks: hosts have to share the folder"
-            )
+        parts = {each.storage_data.relative_path for part in results for each in part} - set(os.listdir(self.path))
+        if names := sorted(name for name in parts if not (Path(self.path) / name).exists()):  # a list may be old
+            raise CheckpointError(f"rank 0 does not see {listed(names)} of other ranks: hosts have to share the folder")
         super().finish(metadata, results)
 
 

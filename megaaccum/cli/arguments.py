@@ -134,7 +134,9 @@ def names_in(value: str) -> list[str]:
 
 def count(text: str) -> int:
     """A whole number of at least 1. Raises ValueError, which argparse tells with the option's name."""
-    return range(1, 10**9).index(int(text)) + 1
+    if not 1 <= (number := int(text)) < 10**9:
+        raise ValueError(text)
+    return number
 
 
 def positive(value: str) -> float:

@@ -313,12 +313,7 @@ class _Fused:
     def wgrad_gemm_accum_fp32(x, grad, total) -> None:
         import torch
 
-        from megaaccum.platform import cpu
-
-        if cpu.has_accelerator():
-            torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
-        else:  # where torch has no such product
-            total.add_(grad.float().t() @ x.float())
+        torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
 
 
 def fused_weight_gradients() -> dict:
@@ -326,8 +321,12 @@ def fused_weight_gradients() -> dict:
     first."""
     from megatron.core.tensor_parallel import layers
 
+    from megaaccum.platform import cpu
+    from tests.support.fp8.cases import Kernel
+
     plain = _gradient(_case())
-    kernel = {} if layers._grad_accum_fusion_available else {"fused_weight_gradient_mlp_cuda": _Fused}
+    by_torch = _Fused if cpu.has_accelerator() else Kernel  # on a CPU torch has no such product
+    kernel = {} if layers._grad_accum_fusion_available else {"fused_weight_gradient_mlp_cuda": by_torch}
     with patch.multiple(layers, _grad_accum_fusion_available=True, create=True, **kernel):
         fused = _gradient(_case("--gradient_accumulation_fusion"))
     apart = _distance(fused, plain)

@@ -87,8 +87,8 @@ class Forecast:
         plain = footprint.moved(
             mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp
         )
-        if mode.backend == "deepspeed" and live == kept:  # a tied head, as a unit, gathers the table too
-            again = int(self.elements(pp_rank, head_apart=mode.sync == "streaming").plain - held.plain)
+        if (mode.backend, mode.sync) == ("deepspeed", "streaming") and live == kept:
+            again = int(self.elements(pp_rank, head_apart=True).plain - held.plain)  # a tied head gathers the table too
             plain += Moved(footprint.moved(mode, sharding, again, at.dp * at.cp, microbatches=m).gathered, 0.0)
         alike = dp_rank if at.edp == at.dp * at.cp else None
         if mode.sync == "resident":

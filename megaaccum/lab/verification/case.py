@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from megaaccum.config import Config, Plan, resolve
-from megaaccum.config import precision as defaults
+from megaaccum.config import Config, Plan, precision, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import Source
@@ -82,7 +81,7 @@ class Case:
         if self.user_model is None:  # a vocabulary is padded to a multiple for each tp rank
             model, tp = self.plan().config.model, self.keys.get("tensor_model_parallel_size", 1)
             kept["make_vocab_size_divisible_by"] = model.make_vocab_size_divisible_by * tp
-        return self._resolved(kept | precision(lane) | ({"backend": "ddp"} if lane == "fp64" else {}), 1)
+        return self._resolved(kept | {"params_dtype": lane} | ({"backend": "ddp"} if lane == "fp64" else {}), 1)
 
     def _resolved(self, keys: Keys, world_size: int) -> Plan:
         return resolve(config_of(keys, self.megatron), world_size=world_size, own_model=self.user_model is not None)
@@ -91,7 +90,7 @@ class Case:
     def lane(self) -> Lane:
         """The precision that the keys ask for, or that a run has here without any: BF16 on a GPU."""
         asked = [name for name in ("bf16", "fp16") if self.keys.get(name)]
-        asked.append("fp32" if defaults.KEYS & self.keys.keys() else defaults.default()[0])
+        asked.append("fp32" if precision.KEYS & self.keys.keys() else precision.default()[0])
         return self.keys.get("params_dtype") or asked[0]  # type: ignore[return-value]
 
     def in_lane(self, lane: Lane) -> Case:
@@ -102,7 +101,7 @@ class Case:
         if lane == "fp64" and keys.get("backend") not in _FP64_BACKENDS:
             of = all_keys()
             keys = {name: value for name, value in keys.items() if of[name].section != "sharding"} | {"backend": "ddp"}
-        return self.changed(keys | precision(lane))
+        return self.changed(keys | {"params_dtype": lane})
 
     def changed(self, keys: Keys, **fields: Any) -> Case:
         """This case with other `keys`, without those whose value is None."""
@@ -115,11 +114,6 @@ class Case:
         except ConfigError:
             return False
         return True
-
-
-def precision(lane: Lane) -> Keys:
-    """The keys of a precision."""
-    return {"params_dtype": lane}
 
 
 def config_of(keys: Keys, megatron: Keys) -> Config:

@@ -64,7 +64,7 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     calls = -(-len(rows) // (dp * size * per_call))
     for call in range(calls):
         starts = range(call * per_call * size, (call + 1) * per_call * size, size)
-        at = [list(mine)[start : start + size] for start in starts]
+        at = [list(mine[start : start + size]) for start in starts]
         data = [_microbatch([rows[index] for index in indices], size, batch.seq_length) for indices in at]
         reports = engine.forward(data, forward_step_func=_RowLosses(groups, "token"))
         for indices, report in zip(at, reports, strict=False):  # empty but on the last stage

@@ -448,7 +448,7 @@ def split_backward() -> dict:
     return told
 
 
-class _Kernel:
+class Kernel:
     """The kernel of Megatron's own linear layer, the head's."""
 
     @staticmethod
@@ -464,7 +464,7 @@ def fused_weight_gradients() -> dict:
 
     told = {}
     fused = patch.multiple(layers, _grad_accum_fusion_available=True)
-    with fused, patch.object(layers, "fused_weight_gradient_mlp_cuda", _Kernel, create=True):
+    with fused, patch.object(layers, "fused_weight_gradient_mlp_cuda", Kernel, create=True):
         layouts = ("--zero_stage 1", "--zero_stage 3", "--backend megatron")
         for layout, model in [*((each, "") for each in layouts), ("--zero_stage 3", FP8)]:
             added, product = [0], extension.generic_gemm

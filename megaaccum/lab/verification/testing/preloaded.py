@@ -34,8 +34,10 @@ WHERE_THERE = (
 
 preload.libraries()
 with plots.quiet():
-    list(map(importlib.import_module, WHAT_RANKS_IMPORT))
-with contextlib.suppress(ImportError):
-    list(map(importlib.import_module, WHERE_THERE))
+    for name in WHAT_RANKS_IMPORT:
+        importlib.import_module(name)
+for name in WHERE_THERE:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 preload.freeze_objects()
 gc.set_threshold(10_000)  # in ranks too: with Python's 700, garbage collections take an eighth of a rank's time
