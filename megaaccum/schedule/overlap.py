@@ -7,41 +7,22 @@ comes after a forward of every stage, so after the end of the flush before on ev
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
+from itertools import takewhile
 
-from megaaccum.schedule.actions import Action, Item, Schedule, changed
+from megaaccum.schedule.actions import Item, Schedule, changed
 from megaaccum.schedule.simulate import Costs, simulate
+from megaaccum.schedule.validate import in_order
 
 
 @lru_cache
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
     """By rank, the number of its first items that are forwards and need nothing but those of other ranks: all ranks can
     come that far and stop."""
-    counts = [
-        next((n for n, item in enumerate(items) if len(item) == 2 or item.kind != "F"), len(items))
-        for items in schedule.items
-    ]
-    while True:
-        done = {
-            (schedule.stage(rank, item), item.microbatch)
-            for rank, items in enumerate(schedule.items)
-            for item in items[: counts[rank]]
-            if isinstance(item, Action)
-        }
-        shorter = [
-            next((n for n, item in enumerate(items[:count]) if not _is_fed(schedule, rank, item, done)), count)
-            for rank, (items, count) in enumerate(zip(schedule.items, counts, strict=True))
-        ]
-        if shorter == counts:
-            return tuple(counts)
-        counts = shorter
-
-
-def _is_fed(schedule: Schedule, rank: int, item: Item, done: set[tuple[int, int]]) -> bool:
-    """Whether a forward's input is among the forwards that are `done`."""
-    assert isinstance(item, Action)
-    stage = schedule.stage(rank, item)
-    return stage == 0 or (stage - 1, item.microbatch) in done
+    heads = [[*takewhile(lambda item: len(item) == 3 and item.kind == "F", items)] for items in schedule.items]
+    counts = Counter(rank for rank, _ in in_order(schedule, heads))
+    return tuple(counts[rank] for rank in range(schedule.pp))
 
 
 def seconds_without_barrier(schedule: Schedule, costs: Costs) -> float:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megaaccum.errors import ScheduleError
-from megaaccum.schedule.actions import NAMES, Action, Schedule
+from megaaccum.schedule.actions import NAMES, Action, Item, Schedule, passes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,6 @@ def validate(schedule: Schedule) -> Footprint:
     peaks = [_check_rank(schedule, rank) for rank in range(schedule.pp)]
     _check_progress(schedule)
     return Footprint(in_flight=tuple(live for live, _ in peaks), deferred=tuple(owed for _, owed in peaks))
-
-
-def pairs(schedule: Schedule) -> dict[int, Action]:
-    """The backward beside each forward of a fused pair, by the forward's id."""
-    return {id(item.forward): item.backward for items in schedule.items for item in items if len(item) == 2}
 
 
 def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
@@ -146,103 +141,85 @@ def receives(schedule: Schedule, rank: int) -> dict[Channel, list[Message]]:
 
 def sends_needed(schedule: Schedule, rank: int, *, forward_only: bool = False) -> dict[tuple[str, Message], int]:
     """How many of the rank's sends come before each message (kind, (stage that sends, micro-batch)), which depends on
-    the last of them, over whatever ranks. forward_only: in a flush of forwards alone. The schedule is valid. The
-    forward of a fused pair depends on the backward's input too."""
-    queues = [
-        iter([a for a in schedule.actions(r) if a.kind in ("F" if forward_only else "FIB")]) for r in range(schedule.pp)
-    ]
+    the last of them, over whatever ranks. forward_only: in a flush of forwards alone. The schedule is valid."""
+    queues: Sequence[Sequence[Item]] = schedule.items
+    if forward_only:
+        queues = [[each for each in schedule.actions(r) if each.kind == "F"] for r in range(schedule.pp)]
     owner, last, sent = schedule.rank_of_stage, schedule.num_stages - 1, 0
-    due = [next(queue, None) for queue in queues]
     latest = [0] * schedule.pp
     """On each rank, the number of `rank`'s sends that its next action comes after."""
     made: dict[tuple[str, Message], int] = {}
-    waiting = [*range(schedule.pp)]
-    beside = {} if forward_only else pairs(schedule)
-    while waiting:
-        here = waiting.pop()
-        while (action := due[here]) is not None:
-            both = [action, *([beside[id(action)]] if id(action) in beside else [])]
-            sources = _sources(schedule, here, both)
-            if not all(source in made for source in sources):
-                break
-            latest[here] = max([latest[here], *(made[source] for source in sources)])
-            kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
-            stage = schedule.stage(here, action)
-            if 0 <= stage + step <= last:
+    for here, item in in_order(schedule, queues):
+        latest[here] = max([latest[here], *(made[source] for source in _sources(schedule, here, item))])
+        for action in passes_of([item]):
+            stage, (kind, step) = schedule.stage(here, action), _GIVES[action.kind]
+            if kind and 0 <= stage + step <= last:
                 if here == rank and owner[stage + step] != rank:
                     sent += 1
                     latest[here] = sent
                 made[kind, (stage, action.microbatch)] = latest[here]
-                waiting.append(owner[stage + step])
-            due[here] = next(queues[here], None)
     return made
 
 
-def _sources(schedule: Schedule, rank: int, actions: Sequence[Action]) -> list[tuple[str, Message]]:
-    """The messages, from whatever rank, that these forwards and backwards of `rank` need."""
+def _sources(schedule: Schedule, rank: int, item: Item) -> list[tuple[str, Message]]:
+    """The messages, from whatever rank, that an item of `rank` needs."""
     found: list[tuple[str, Message]] = []
-    for action in actions:
-        kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
+    for action in passes_of([item]):
+        kind, step = _GIVES[action.kind]
         stage = schedule.stage(rank, action) - step
-        if 0 <= stage < schedule.num_stages:
+        if kind and 0 <= stage < schedule.num_stages:
             found.append((kind, (stage, action.microbatch)))
     return found
+
+
+_GIVES = {"F": ("F", 1), "I": ("B", -1), "B": ("B", -1), "W": ("", 0)}
+"""The message that each pass takes and gives, and to which stage from its own."""
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-def _check_progress(schedule: Schedule) -> None:
-    """Let every rank do its actions until it waits; raise if some wait for ever. A fused pair begins when the inputs of
-    both are there."""
-    queues = [[*schedule.actions(rank)] for rank in range(schedule.pp)]
-    beside = pairs(schedule)
-    m, last = schedule.num_microbatches, schedule.num_stages - 1
-    forward, gradient = bytearray(m * (last + 1)), bytearray(m * (last + 1))
-    position, ready = [0] * schedule.pp, list(range(schedule.pp))
-    owner, waits = schedule.rank_of_stage, [False] * schedule.pp
-
-    def lacks(rank: int, action: Action) -> bool:
-        """Whether the action's input, or that of the backward beside it in a pair, is not there."""
-        kind, chunk, microbatch = action
-        stage = schedule.stages[rank][chunk]
-        if kind != "F":
-            return stage < last and not gradient[(stage + 1) * m + microbatch]
-        other = beside.get(id(action)) if beside else None
-        is_fed = not stage or forward[(stage - 1) * m + microbatch]
-        return not is_fed or (other is not None and lacks(rank, other))
-
+def in_order(schedule: Schedule, queues: Sequence[Sequence[Item]]) -> Iterator[tuple[int, Item]]:
+    """(rank, item) of all that ranks come to which do their `queues` in order, each after what it waits for. A fused
+    pair begins when the inputs of both are there."""
+    m, last, owner = schedule.num_microbatches, schedule.num_stages - 1, schedule.rank_of_stage
+    made = {kind: bytearray(m * (last + 1)) for kind in ("F", "B")}
+    left, waits = [iter(queue) for queue in queues], [False] * schedule.pp
+    due, ready = [next(items, None) for items in left], list(range(schedule.pp))
     while ready:
         rank = ready.pop()
-        stages, queue, at, waits[rank] = schedule.stages[rank], queues[rank], position[rank], False
-        for at in range(position[rank], len(queue)):
-            kind, chunk, microbatch = queue[at]
-            if kind == "W":
-                continue
-            if lacks(rank, queue[at]):
-                waits[rank] = True
+        stages, item, waits[rank] = schedule.stages[rank], due[rank], False
+        while item is not None:
+            passes = item if len(item) == 2 else (item,)
+            for kind, chunk, microbatch in passes:
+                given, step = _GIVES[kind]
+                source = stages[chunk] - step
+                if given and 0 <= source <= last and not made[given][source * m + microbatch]:
+                    waits[rank] = True
+            if waits[rank]:
                 break
-            stage = stages[chunk]
-            done, feeds = (forward, stage + 1) if kind == "F" else (gradient, stage - 1)
-            done[stage * m + microbatch] = 1
-            if 0 <= feeds <= last and waits[owner[feeds]]:
-                waits[owner[feeds]] = False
-                ready.append(owner[feeds])
-        else:
-            at = len(queue)
-        position[rank] = at
-    if any(waits):
-        raise ScheduleError(_deadlock(schedule, queues, position, beside))
+            yield rank, item
+            for kind, chunk, microbatch in passes:
+                given, step = _GIVES[kind]
+                if given:
+                    stage = stages[chunk]
+                    made[given][stage * m + microbatch] = 1
+                    if 0 <= stage + step <= last and waits[owner[stage + step]]:
+                        waits[owner[stage + step]] = False
+                        ready.append(owner[stage + step])
+            item = next(left[rank], None)
+        due[rank] = item
 
 
-def _deadlock(schedule: Schedule, queues: list[list[Action]], position: list[int], beside: dict[int, Action]) -> str:
-    """Who waits for whom, rank by rank."""
+def _check_progress(schedule: Schedule) -> None:
+    """Raise with who waits for whom, rank by rank, if some ranks wait for ever."""
+    done = Counter(rank for rank, _ in in_order(schedule, schedule.items))
     lines = [f"schedule {schedule.name} cannot end: every rank that is not done waits for another"]
-    for rank, queue in enumerate(queues):
-        action = queue[position[rank]] if position[rank] < len(queue) else None
-        for each in filter(None, (action, beside.get(id(action)))):
-            for _, (other, microbatch) in _sources(schedule, rank, [each]):
+    for rank, items in enumerate(schedule.items):
+        for each in passes_of(items[done[rank] : done[rank] + 1]):
+            for _, (other, microbatch) in _sources(schedule, rank, each):
                 owner = schedule.rank_of_stage[other]
                 needed = Action("F" if each.kind == "F" else "I", schedule.stages[owner].index(other), microbatch)
                 lines.append(f"rank {rank} waits in {each.describe()} for {needed} of rank {owner}")
-    return "\n".join(lines)
+    if len(lines) > 1:
+        raise ScheduleError("\n".join(lines))
