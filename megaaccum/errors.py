@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 
@@ -104,6 +105,32 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
 def nearest_divisors(value: int, number: int) -> list[int]:
     """The divisors of `number` next to `value`, below and above."""
     return nearest(value, lambda n: number % n == 0, highest=number)
+
+
+def indivisible(
+    name: str,
+    value: int,
+    factors: Mapping[str, int],
+    *,
+    change: Literal["both", "value", "factor"] = "both",
+    more: str = "",
+) -> Iterator[str]:
+    """The text that `value` of the key `name` is not divisible by the product of `factors`, keys with their values;
+    none if it is, or if a number is missing (0). change: what the nearest legal numbers are given of. more: what else
+    would do."""
+    if min(value, *factors.values()) < 1 or value % (unit := math.prod(factors.values())) == 0:
+        return
+    legal = [f"{name} to {either(nearest_multiples(value, unit))}"] if change != "factor" else []
+    for factor, size in factors.items() if change != "value" else ():
+        if value % (unit // size) == 0:  # by the others
+            legal.append(f"{factor} to {either(nearest_divisors(size, value // (unit // size)))}")
+    yield f"{name} {value} is not divisible by {equation(factors)}: set {', or '.join(legal)}{more}."
+
+
+def equation(factors: Mapping[str, int]) -> str:
+    """'tp 2 * cp 4 = 8', or 'tp 2'; a factor without a name is a number alone."""
+    product = " * ".join(f"{name} {value}".strip() for name, value in factors.items())
+    return f"{product} = {math.prod(factors.values())}" if len(factors) > 1 else product
 
 
 def either(values: list[int]) -> str:

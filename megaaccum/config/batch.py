@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from megaaccum.config.schema import BatchConfig
-from megaaccum.errors import ConfigError, either, nearest_divisors, nearest_multiples
+from megaaccum.errors import ConfigError, equation, indivisible
 
 Flush = Literal["merged", "per_round"]
 LossNorm = Literal["token", "microbatch"]
@@ -148,14 +149,9 @@ def _device_problem(keys: BatchConfig) -> str | None:
             f"device_batch_size {device} contradicts micro_batch_size {micro} * pp_microbatches {chunks} ="
             f" {micro * chunks}: set device_batch_size to {micro * chunks}, or leave one of the three out."
         )
-    for name, divisor in (("pp_microbatches", chunks), ("micro_batch_size", micro)):
-        if divisor is not None and device % divisor:
-            return (
-                f"device_batch_size {device} is not divisible by {name} {divisor}: set device_batch_size to"
-                f" {either(nearest_multiples(device, divisor))}, or {name} to"
-                f" {either(nearest_divisors(divisor, device))}."
-            )
-    return None
+    sizes = {"pp_microbatches": chunks, "micro_batch_size": micro}
+    texts = (indivisible("device_batch_size", device, {name: size}) for name, size in sizes.items() if size is not None)
+    return next(chain.from_iterable(texts), None)
 
 
 def _global_problem(keys: BatchConfig, dp: int) -> str | None:
@@ -167,18 +163,13 @@ def _global_problem(keys: BatchConfig, dp: int) -> str | None:
     factors = {name: getattr(keys, name) for name in (*inner, "grad_accum_steps")} | {"data_parallel_size": dp}
     known: dict[str, int] = {name: value for name, value in factors.items() if value is not None}
     product = math.prod(known.values())
-    unit = " * ".join(f"{name} {value}" for name, value in known.items()) + (f" = {product}" if len(known) > 1 else "")
     if len(known) == len(factors) and whole != product:
         return (
-            f"global_batch_size {whole} contradicts {unit}: set global_batch_size to {product}, or leave out one of"
-            " these keys to have it derived."
+            f"global_batch_size {whole} contradicts {equation(known)}: set global_batch_size to {product}, or leave out"
+            " one of these keys to have it derived."
         )
-    if whole % product:
-        return (
-            f"global_batch_size {whole} is not divisible by {unit}: set global_batch_size to"
-            f" {either(nearest_multiples(whole, product))}, or change one of the factors."
-        )
-    return None
+    text = indivisible("global_batch_size", whole, known, change="value", more=", or change one of the factors")
+    return next(text, None)
 
 
 def _split(keys: BatchConfig, dp: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megaaccum.config.batch import SIZES, BatchPlan, check_sizes
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.config.source import COMMAND_LINE
-from megaaccum.errors import ConfigError, either, nearest_multiples
+from megaaccum.errors import ConfigError, either, equation, nearest_multiples
 
 CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps")
 """The order in which a file's sizes are kept if the command line only cuts the batch; `SIZES` if it resizes it."""
@@ -85,9 +85,8 @@ def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
     factors |= {"seq_length": seq_length, "data_parallel_size": dp}
     unit = math.prod(factors.values())
     if total % unit:
-        product = " * ".join(f"{name} {value}" for name, value in factors.items())
         raise ConfigError(
-            f"total_batch_size {total} tokens are not a whole number of accumulation steps of {product} = {unit}: set"
+            f"total_batch_size {total} tokens are not a whole number of accumulation steps of {equation(factors)}: set"
             f" total_batch_size to {either(nearest_multiples(total, unit))}."
         )
     if sizes["global_batch_size"] * seq_length != total:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import Config, ShardingConfig
-from megaaccum.errors import either, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, indivisible, nearest_divisors, nearest_multiples
 from megaaccum.schedule.registry import by_executor
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
@@ -17,19 +17,10 @@ def heads(subject: Subject) -> Iterator[str]:
     """Heads share the hidden size, and queries share the key/value heads, evenly."""
     model = subject.model
     count, groups = model.num_attention_heads, model.num_query_groups
-    if count < 1 or model.hidden_size < 1:
-        return
-    if not subject.given("kv_channels") and not model.multi_latent_attention and model.hidden_size % count:
-        yield (
-            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {count}: set hidden_size to"
-            f" {either(nearest_multiples(model.hidden_size, count))}, num_attention_heads to"
-            f" {either(nearest_divisors(count, model.hidden_size))}, or give kv_channels."
-        )
-    if groups and groups > 0 and count % groups:
-        yield (
-            f"num_attention_heads {count} is not divisible by num_query_groups {groups}: set num_query_groups to"
-            f" {either(nearest_divisors(groups, count))}."
-        )
+    if not subject.given("kv_channels") and not model.multi_latent_attention:
+        width = model.hidden_size
+        yield from indivisible("hidden_size", width, {"num_attention_heads": count}, more=", or give kv_channels")
+    yield from indivisible("num_attention_heads", count, {"num_query_groups": groups or 0}, change="factor")
 
 
 def positions(subject: Subject) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.schema import ModelConfig
-from megaaccum.errors import either, nearest, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, equation, indivisible, nearest, nearest_multiples
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
@@ -101,11 +101,7 @@ def router_groups(subject: Subject) -> Iterator[str]:
         yield "moe_router_num_groups and moe_router_group_topk go together: set both, or neither."
     if experts is None or not groups or not per_token:
         return
-    if experts % groups:
-        yield (
-            f"num_experts {experts} is not divisible by moe_router_num_groups {groups}: set moe_router_num_groups to"
-            f" {either(nearest_divisors(groups, experts))}."
-        )
+    yield from indivisible("num_experts", experts, {"moe_router_num_groups": groups}, change="factor")
     if per_token > groups:
         yield f"moe_router_group_topk {per_token} is more than moe_router_num_groups {groups}: set it to {groups}."
     elif model.moe_router_topk % per_token:
@@ -127,18 +123,15 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
     pp = parallel.pipeline_model_parallel_size
     if experts is None or min(ep, etp, pp, experts) < 1:
         return
-    if experts % ep:
-        yield (
-            f"num_experts {experts} is not divisible by expert_model_parallel_size {ep}: set"
-            f" expert_model_parallel_size to {either(nearest_divisors(ep, experts))}."
-        )
+    yield from indivisible("num_experts", experts, {"expert_model_parallel_size": ep}, change="factor")
     if subject.world_size % (etp * ep * pp):
+        sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep}
+        sizes |= {"pipeline_model_parallel_size": pp}
         legal = nearest(ep, lambda n: experts % n == 0 == subject.world_size % (etp * n * pp), highest=experts)
         other = f"expert_model_parallel_size to {either(legal)}" if legal else "change one of the factors"
         yield (
-            f"world size {subject.world_size} is not divisible by expert_tensor_parallel_size {etp} *"
-            f" expert_model_parallel_size {ep} * pipeline_model_parallel_size {pp} = {etp * ep * pp}: set the world"
-            f" size to {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or {other}."
+            f"world size {subject.world_size} is not divisible by {equation(sizes)}: set the world size to"
+            f" {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or {other}."
         )
 
 
@@ -153,19 +146,13 @@ def experts_with_tensor_parallel(subject: Subject) -> Iterator[str]:
 def expert_widths(subject: Subject) -> Iterator[str]:
     """Tensor parallelism cuts experts' widths evenly."""
     model, parallel = subject.model, subject.parallel
-    if model.num_experts is None:
-        return
-    for name, width, key, ranks in (
-        ("moe_ffn_hidden_size", model.moe_ffn_hidden_size, "expert_tensor_parallel_size",
-         parallel.expert_tensor_parallel_size),
-        ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size,
-         "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
-    ):  # fmt: skip
-        if width and ranks and ranks > 0 and width % ranks:
-            yield (
-                f"{name} {width} is not divisible by {key} {ranks}: set {name} to"
-                f" {either(nearest_multiples(width, ranks))}."
-            )
+    for name, key in (
+        ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
+        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+    ):
+        width, ranks = getattr(model, name) or 0, getattr(parallel, key) or 0
+        if model.num_experts is not None:
+            yield from indivisible(name, width, {key: ranks}, change="value")
 
 
 def biases_of_experts(subject: Subject) -> Iterator[str]:

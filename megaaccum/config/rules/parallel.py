@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
-from megaaccum.errors import either, nearest, nearest_divisors, nearest_multiples
+from megaaccum.errors import either, equation, indivisible, nearest, nearest_divisors, nearest_multiples
 
 
 def world_factors(subject: Subject) -> Iterator[str]:
@@ -14,9 +14,9 @@ def world_factors(subject: Subject) -> Iterator[str]:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp = parallel.pipeline_model_parallel_size
     if min(tp, cp, pp, world) >= 1 and world % (tp * cp * pp):
+        sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp}
         yield (
-            f"world size {world} is not divisible by tensor_model_parallel_size {tp} * context_parallel_size {cp} *"
-            f" pipeline_model_parallel_size {pp} = {tp * cp * pp}: run on"
+            f"world size {world} is not divisible by {equation(sizes)}: run on"
             f" {either(nearest_multiples(world, tp * cp * pp))} ranks, or change one of the three."
         )
 
@@ -24,14 +24,8 @@ def world_factors(subject: Subject) -> Iterator[str]:
 def tensor_parallel(subject: Subject) -> Iterator[str]:
     """Tensor parallelism gives every rank whole heads and equal slices of the MLP."""
     model, tp = subject.model, subject.parallel.tensor_model_parallel_size
-    if tp < 1:
-        return
     for name, value in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_hidden_size)):
-        if value and value % tp:
-            yield (
-                f"{name} {value} is not divisible by tensor_model_parallel_size {tp}: set tensor_model_parallel_size to"
-                f" {either(nearest_divisors(tp, value))}, or {name} to {either(nearest_multiples(value, tp))}."
-            )
+        yield from indivisible(name, value or 0, {"tensor_model_parallel_size": tp})
 
 
 def query_groups(subject: Subject) -> Iterator[str]:
@@ -61,12 +55,9 @@ def sequence_parallel(subject: Subject) -> Iterator[str]:
             "sequence_parallel needs tensor_model_parallel_size above 1, over whose ranks it splits the sequence"
             " (Megatron-LM would switch it off silently): set sequence_parallel to false."
         )
-    elif min(tp, cp, length) > 0 and length % (tp * cp):
-        by_cp = f" * context_parallel_size {cp} = {tp * cp}" if cp > 1 else ""
-        yield (
-            f"seq_length {length} is not divisible by tensor_model_parallel_size {tp}{by_cp}"
-            f" as sequence_parallel needs: set seq_length to {either(nearest_multiples(length, tp * cp))}."
-        )
+    else:
+        sizes = {"tensor_model_parallel_size": tp} | ({"context_parallel_size": cp} if cp != 1 else {})
+        yield from indivisible("seq_length", length, sizes, change="value", more=", or sequence_parallel to false")
 
 
 def context_parallel(subject: Subject) -> Iterator[str]:
@@ -74,11 +65,7 @@ def context_parallel(subject: Subject) -> Iterator[str]:
     cp, length = subject.parallel.context_parallel_size, subject.model.seq_length
     if cp <= 1:
         return
-    if length % (2 * cp):
-        yield (
-            f"seq_length {length} is not divisible by 2 * context_parallel_size {cp} = {2 * cp}: set seq_length to"
-            f" {either(nearest_multiples(length, 2 * cp))}."
-        )
+    yield from indivisible("seq_length", length, {"": 2, "context_parallel_size": cp}, change="value")
     if subject.model.attention_backend == "unfused":
         yield (
             f"context_parallel_size {cp} needs fused attention, but attention_backend is unfused: set it to auto, or"

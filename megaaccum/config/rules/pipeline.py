@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaaccum.config.rules.subject import Subject
 from megaaccum.config.stage_layout import layout_problems, parse_layout
-from megaaccum.errors import ScheduleError, either, nearest_divisors, nearest_multiples
+from megaaccum.errors import ScheduleError, either, indivisible, nearest_multiples
 from megaaccum.schedule.registry import by_executor, entry
 
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
@@ -160,13 +160,10 @@ def chunk_count(subject: Subject) -> Iterator[str]:
             f"num_layers_per_virtual_pipeline_stage cannot be used with {', '.join(uneven)}: give"
             " virtual_pipeline_model_parallel_size instead."
         )
-    elif layers % (pp * per_chunk):
-        yield (
-            f"num_layers {layers} is not divisible by pipeline_model_parallel_size {pp} *"
-            f" num_layers_per_virtual_pipeline_stage {per_chunk} = {pp * per_chunk}: set num_layers to"
-            f" {either(nearest_multiples(layers, pp * per_chunk))}, or choose another number of layers per chunk."
-        )
-    elif vpp and vpp * per_chunk * pp != layers:
+        return
+    sizes = {"pipeline_model_parallel_size": pp, "num_layers_per_virtual_pipeline_stage": per_chunk}
+    yield from indivisible("num_layers", layers, sizes)
+    if vpp and vpp * per_chunk * pp != layers and layers % (per_chunk * pp) == 0:
         yield (
             f"num_layers_per_virtual_pipeline_stage {per_chunk} makes {layers // (pp * per_chunk)} chunks per rank, but"
             f" virtual_pipeline_model_parallel_size is {vpp}: leave one of them out."
@@ -179,16 +176,9 @@ def even_stages(subject: Subject) -> Iterator[str]:
     layers = subject.model.num_layers
     if subject.given(*_UNEVEN, "num_layers_per_virtual_pipeline_stage") or min(layers, pp, vpp) < 1:
         return
-    if layers % (pp * vpp):
-        by = f"pipeline_model_parallel_size {pp}"
-        if vpp > 1:
-            by += f" * virtual_pipeline_model_parallel_size {vpp} = {pp * vpp}"
-        yield (
-            f"num_layers {layers} is not divisible by {by}: set num_layers to"
-            f" {either(nearest_multiples(layers, pp * vpp))}, pipeline_model_parallel_size to"
-            f" {either(nearest_divisors(pp, layers))}, or give decoder_first_pipeline_num_layers or"
-            " pipeline_model_parallel_layout."
-        )
+    sizes = {"pipeline_model_parallel_size": pp} | ({"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {})
+    uneven = ", or give decoder_first_pipeline_num_layers or pipeline_model_parallel_layout"
+    yield from indivisible("num_layers", layers, sizes, more=uneven)
 
 
 def uneven_ends(subject: Subject) -> Iterator[str]:
@@ -203,11 +193,7 @@ def uneven_ends(subject: Subject) -> Iterator[str]:
         return
     named = ", ".join(f"{name} {value}" for name, value in ends.items())
     for name, value in ends.items():
-        if value % vpp:
-            yield (
-                f"{name} {value} is not divisible by virtual_pipeline_model_parallel_size {vpp}: set it to"
-                f" {either(nearest_multiples(value, vpp))}."
-            )
+        yield from indivisible(name, value, {"virtual_pipeline_model_parallel_size": vpp}, change="value")
     middle, stages = layers - sum(ends.values()), pp - len(ends)
     if stages < 0 or (stages == 0) != (middle == 0) or middle < 0:
         yield f"num_layers {layers} less {named} leaves {middle} layers for {stages} stages between."

@@ -50,7 +50,12 @@ BROKEN: list[Case] = [
         ["decoder_first_pipeline_num_layers", "virtual_pipeline_model_parallel_size instead"],
     ),
     ("even_stages", 3, dict(pipeline_model_parallel_size=3), ["num_layers 8", "6 or 9", "to 2 or 4"]),
-    ("even_stages", 2, PP2 | dict(virtual_pipeline_model_parallel_size=3), ["2 *", "3 = 6", "6 or 12"]),
+    (
+        "even_stages",
+        2,
+        PP2 | dict(virtual_pipeline_model_parallel_size=3),
+        ["2 *", "3 = 6: set num_layers to 6 or 12, or virtual_pipeline_model_parallel_size to 2 or 4, or give"],
+    ),
     (
         "uneven_ends",
         4,
