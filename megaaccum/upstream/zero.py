@@ -20,7 +20,7 @@ import torch
 
 from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
 from megaaccum.upstream.lookup import missing
-from megaaccum.upstream.zero_partitions import Gather, partitioned, reduce_scatter, start_gather
+from megaaccum.upstream.zero_partitions import Gather, partitioned, reduce_scatter, release, start_gather
 
 _ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -184,10 +184,10 @@ class Zero3(ZeroDriver):
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
         self.optimizer.max_param_reduce_events = sys.maxsize  # `reduce` waits for them
+        self.optimizer._partition_all_parameters = self.release_all  # DeepSpeed walks over all modules three times
         stage3.reduce_scatter_coalesced = reduce_scatter
         self._own = {id(param): _own_part(param) for param in self.params}
-        self._ahead: tuple[list[torch.nn.Parameter], Gather] = [], start_gather([])
-        """Parameters that are on their way, and their gather."""
+        self._coming = start_gather([])
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -201,23 +201,20 @@ class Zero3(ZeroDriver):
 
     def apart(self) -> list[torch.nn.Parameter]:
         """Parameters that are not whole on this rank, those on their way included."""
-        ahead = {id(param) for param in self._ahead[0]}
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
         every = (*self.params, *self._frozen)
-        return [param for param in every if id(param) in ahead or not self.is_whole(param)]
+        return [param for param in every if partitioned(param).ds_status != ZeroParamStatus.AVAILABLE]
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
-        self._arrive()
+        self._coming.wait()
         self.start_gather(params).wait()
 
     def gather_ahead(self, params: list[torch.nn.Parameter]) -> None:
         """Begin to make `params` whole: the next `gather` or `release` waits for it."""
-        self._arrive()
-        self._ahead = [param for param in params if not self.is_whole(param)], self.start_gather(params)
-
-    def _arrive(self) -> None:
-        (_, coming), self._ahead = self._ahead, ([], start_gather([]))
-        coming.wait()
+        self._coming.wait()
+        self._coming = self.start_gather(params)
 
     def start_gather(self, params: list[torch.nn.Parameter]) -> Gather:
         """Begin to make `params` whole, those that are not yet. All ranks name the same ones in the same order."""
@@ -231,10 +228,13 @@ class Zero3(ZeroDriver):
         return bool(partitioned(param).ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
-        """Free those of `params` that are whole; this rank's partitions stay."""
-        self._arrive()
-        if params:
-            partitioned(params[0]).partition(params)
+        """Free `params`; this rank's partitions stay."""
+        self._coming.wait()
+        release(params)
+
+    def release_all(self) -> None:
+        """Free every parameter that is whole."""
+        self.release([param for param in (*self.params, *self._frozen) if self.is_whole(param)])
 
     # --- gradients ---
 
@@ -334,7 +334,7 @@ class Zero3(ZeroDriver):
 
     def adopt_state(self, num_steps: int) -> None:
         """Make the contents of the views of `state` the weights after `num_steps` optimizer steps."""
-        self.release([param for param in (*self.params, *self._frozen) if self.is_whole(param)])  # of before
+        self.release_all()  # of before
         set_adam_step(self.optimizer.optimizer, self.masters, num_steps)
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
