@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from megaaccum.config import Plan
+from megaaccum.config import Config, Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
@@ -53,7 +53,7 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> l
         named,
         plan.config.optimizer.weight_decay,
         decoupled=_decoupled(plan),
-        hidden=_hidden(plan),
+        hidden=hidden_rates(plan.config),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
         matrices=matrices,
         others=_others(plan),
@@ -88,12 +88,12 @@ def _others(plan: Plan) -> dict[str, float]:
     return found
 
 
-def _hidden(plan: Plan) -> dict[str, float] | None:
+def hidden_rates(config: Config) -> dict[str, float] | None:
     """Adam's arguments for hidden matrices under the maximal update parametrization, as Megatron-core's overrides
-    do."""
-    keys, fields = plan.config.optimizer, plan.config.megatron
+    do; None without it."""
+    keys, fields = config.optimizer, config.megatron
     base = fields.get("mup_base_hidden_size")
-    width = plan.config.model.hidden_size / base if isinstance(base, int) else 1.0
+    width = config.model.hidden_size / base if isinstance(base, int) else 1.0
     if not fields.get("use_mup") or width == 1.0:
         return None
     return {"max_lr": keys.lr / width, "min_lr": keys.min_lr / width, "eps": keys.adam_eps / width}

@@ -70,6 +70,8 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
         overrides = megatron_optimizer.get_standard_config_overrides(settings)
+        if chunk.config.use_mup:
+            overrides |= megatron_optimizer.get_mup_config_overrides(settings, chunk.config.mup_width_mult)
         for pattern, factor in factors("lr_mult", keys.lr_mult).items():
             overrides[ParamKey(name=pattern)] = ParamGroupOverride(max_lr=keys.lr * factor, min_lr=keys.min_lr * factor)
         for pattern, factor in factors("wd_mult", keys.wd_mult).items():
@@ -100,15 +102,20 @@ def _step_in_megatron(case: Case, folder: str, grads: Weights, *, forget: bool) 
     return {name: tensor.clone() for name, tensor in engine.whole_weights()}
 
 
-STEPPED = {"dense": "--pipeline_model_parallel_size 2 ", "sparse": "--expert_model_parallel_size 2 "}
-FACTORS = {"dense": "--lr_mult *linear_fc1.weight=0.5 --wd_mult *linear_proj.weight=0.25 "}
+PIPELINE = "--pipeline_model_parallel_size 2 "
+STEPPED = {"dense": PIPELINE, "sparse": "--expert_model_parallel_size 2 ", "mup": PIPELINE}
+TRAINED = {
+    "dense": MODELS["dense"] + "--lr_mult *linear_fc1.weight=0.5 --wd_mult *linear_proj.weight=0.25 ",
+    "sparse": MODELS["sparse"],
+    "mup": "--num_layers 4 --swiglu --untie_embeddings_and_output_weights --use-mup --mup-base-hidden-size 16 ",
+}
 
 
 def test_megatrons_own_optimizer_goes_on_from_what_is_written_for_it(tmp_path):
-    """Its next step on the same gradients is ours, with lr_mult and wd_mult; without the moments it is another."""
+    """Its next step on the same gradients is ours, with lr_mult and wd_mult, or use_mup; it is another without the
+    moments."""
     model = "--lr_decay_style constant --clip_grad 0 --adam_eps 1e-3 "
-    models = {name: MODELS[name] + model + FACTORS.get(name, "") for name in STEPPED}
-    cells = [(Case(2, BATCH + layout, models[name]), str(tmp_path / name)) for name, layout in STEPPED.items()]
+    cells = [(Case(2, BATCH + layout, TRAINED[name] + model), str(tmp_path / name)) for name, layout in STEPPED.items()]
     by_rank = run_ranks(train_ours, 2, cells, timeout=150)
     wanted, after = [], []
     for number, (case, folder) in enumerate(cells):

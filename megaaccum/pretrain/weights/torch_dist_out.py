@@ -20,6 +20,7 @@ from megaaccum.checkpoint.folders import Progress, read_progress, step_of
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
+from megaaccum.optim.adamw import hidden_rates
 from megaaccum.optim.by_pattern import factors
 from megaaccum.pretrain.weights import safetensors_folder
 from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, Place, places_of
@@ -60,25 +61,28 @@ def write(
 
 def _training(config: Config, progress: Progress) -> dict[str, Any]:
     """Megatron's record of a training (0.19): groups of its optimizer, which it finds by their rates, of all pairs of
-    lr_mult and wd_mult; schedule, and the arguments that it compares or continues from. Experts that are spread have an
-    optimizer of their own there."""
+    lr_mult and wd_mult, and with those of use_mup; schedule, and the arguments that it compares or continues from.
+    Experts that are spread have an optimizer of their own there."""
     keys, model = config.optimizer, config.model
-    ends = [(False, keys.lr, keys.min_lr)]
+    ends = [(False, keys.lr, keys.min_lr, keys.adam_eps)]
     if keys.decoupled_lr is not None:
-        ends.append((True, keys.decoupled_lr, keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr))
+        least = keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr
+        ends.append((True, keys.decoupled_lr, least, keys.adam_eps))
+    if (hidden := hidden_rates(config)) is not None:
+        ends.append((False, hidden["max_lr"], hidden["min_lr"], hidden["eps"]))
     by_lr, by_wd = ({1.0, *factors(key, getattr(keys, key)).values()} for key in ("lr_mult", "wd_mult"))
     kinds = [*product(ends, by_lr, (1.0, 0.0), by_wd)]
-    plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "eps": keys.adam_eps, "bias_correction": True}
+    plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "bias_correction": True}
     plain |= {"lr_mult": 1.0, "step": progress.num_updates, "amsgrad": False, "maximize": False}
 
     def optimizer(is_expert: bool) -> dict[str, Any]:
         groups = [
             dict(
                 plain, lr=most * factor, max_lr=most * factor, min_lr=least * factor, wd_mult=decays * share,
-                weight_decay=keys.weight_decay * decays * share, is_decoupled_lr=is_decoupled,
-                is_expert_parallel=is_expert, default_config=not is_decoupled and factor == 1.0,
+                weight_decay=keys.weight_decay * decays * share, is_decoupled_lr=is_decoupled, eps=eps,
+                is_expert_parallel=is_expert, default_config=most * factor == keys.lr and not is_decoupled,
             )
-            for (is_decoupled, most, least), factor, decays, share in kinds
+            for (is_decoupled, most, least, eps), factor, decays, share in kinds
         ]  # fmt: skip
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _FORM}
 
