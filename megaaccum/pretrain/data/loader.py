@@ -64,7 +64,6 @@ class MicrobatchLoader:
         self._round = batch.micro_batch_size * batch.data_parallel_size
         self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
-        self._next = 0
         size, device = batch.micro_batch_size, cpu.device() if cpu.has_accelerator() else None
         step = range(0, self._global_batch_size // batch.data_parallel_size, size) if in_runs else range(1)
         first = dp_rank * size * len(step)
@@ -89,7 +88,6 @@ class MicrobatchLoader:
             num_microbatches = self._global_batch_size // self._round
         while len(self._pulled) < num_microbatches:
             self._pulled.append(self._stream.read())
-        self._next = num_microbatches
         return [self._pulled[m] for m in range(num_microbatches)]
 
     def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
@@ -99,13 +97,6 @@ class MicrobatchLoader:
             return self.next_step(after + num_microbatches)[after:], None
         except MegaaccumError as error:
             return [], error
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        """One more micro-batch of the step in progress. Raises like `next_step`."""
-        return self.next_step(self._next + 1)[-1]
 
     def commit(self, num_samples: int | None = None) -> None:
         """Count `num_samples` sequences over all ranks as consumed (default: global_batch_size).
@@ -124,7 +115,6 @@ class MicrobatchLoader:
         for _ in range(num_samples // self._round):
             self._pulled.popleft()
         self._consumed += num_samples
-        self._next = 0
 
     def close(self) -> None:
         """End the preparing thread. May be called again."""

@@ -194,15 +194,6 @@ def test_a_step_that_did_not_commit_is_pulled_again_without_reading_again(worker
     assert len(dataset.asked) == len(set(dataset.asked))
 
 
-def test_one_micro_batch_at_a_time():
-    with open_loader() as loader:
-        assert samples([next(loader), next(loader)]) == [[0, 1], [2, 3]]
-        assert samples(loader.next_step(3)) == [[0, 1], [2, 3], [4, 5]]
-        assert samples([next(loader)]) == [[6, 7]]
-        loader.commit()
-        assert samples([next(iter(loader))]) == [[8, 9]]
-
-
 def test_a_batch_may_grow_from_step_to_step():
     with open_loader(gbs=8) as loader:
         assert samples(loader.next_step(1)) == [[0, 1]]
