@@ -50,16 +50,13 @@ class Source:
     """Whether it is recorded in a jail."""
 
     def parse(self, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Source]:
-        """The command's options, and the source without them. Raises ConfigError for too many."""
+        """The command's options, and the source without them; CONFIG may come after them. Raises ConfigError for too
+        many."""
         check_number(sum(word.startswith("--") for word in self.words))
-        args, overrides = parser.parse_known_args(self.words)
-        return args, replace(self, words=overrides)
-
-    def with_words(self, words: list[str]) -> Source:
-        """The source whose options were read elsewhere; CONFIG may have come after them."""
+        args, words = parser.parse_known_args(self.words)
         if self.path is None and words and not words[0].startswith("-"):
-            return replace(self, path=words[0], words=words[1:])
-        return replace(self, words=words)
+            return args, replace(self, path=words[0], words=words[1:])
+        return args, replace(self, words=words)
 
     @contextmanager
     def load(self) -> Iterator[LoadedConfig]:

@@ -1,22 +1,10 @@
-"""`megaaccum verify`: proof that the accumulated step of a configuration is exactly the step on the full global batch.
-
-    megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
-    megaaccum verify --weights DIR [--run RUN]     (a Hugging Face folder; `megaaccum verify --weights --help`)
+"""Prove that the accumulated step of a configuration is exactly the step on the full global batch.
 
 One process takes the full global batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
 started on this machine, take the accumulated step. Both take the first samples of the data that CONFIG names, or random
 tokens. Every number of both is compared: loss, weight, each parameter's gradient, norm, change of weights, moments,
 loss scale, router biases. More than 8 ranks or a large model are made smaller, with every axis of the layout kept, and
 the report says so. A step that differs is traced to the axis, the border of a stage, the parameter and the factor.
-
-    --layout KEYS     other keys of the layout, as in pp=2,schedule=zbv (any key may also be given as --key value)
-    --world-size N    ranks of the real layout; default: the fewest that tp, cp, pp and ep allow, twice for dp
-    --shrink          make it smaller in any case; --whole never does
-    --steps N         optimizer steps (default 2)
-    --device gpu      on this machine's GPUs, one rank each, BF16 too: a run's layers (Transformer Engine's where it is
-                      installed), kernels, streams and NCCL; --dry-run takes the same path without a GPU
-    --json FILE       write the report as JSON
-    --picture FILE    draw each parameter's error (.png)
 
 Under a launcher (torchrun --nproc-per-node 4 -m megaaccum verify CONFIG) its ranks are those of the layout.
 
@@ -26,6 +14,7 @@ reason is printed).
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
-from megaaccum.cli.arguments import fewest_ranks, pop_option, read_source
+from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source
 from megaaccum.config.load import given
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
@@ -42,21 +31,24 @@ if TYPE_CHECKING:
     from megaaccum.lab.verification.shrink import Shrunk
 
 
+_USAGE = """megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
+       megaaccum verify --weights DIR [--run RUN]     (a Hugging Face folder; `megaaccum verify --weights --help`)"""
+
+
 def main(argv: Sequence[str]) -> int:
     """Verify, and return the exit code. Raises MegaaccumError."""
+    parser = _parser()
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        parser.print_help()
         return 0 if argv else 2
     if argv[0].partition("=")[0] == "--weights":
         return verify_weights.main(argv)
     from megaaccum.lab.verification import launched, report, user_model
 
-    source = read_source(argv)
-    words, options = _options(source.words)
-    steps = int(options.get("--steps", 2))
-    num_gpus = _num_gpus(options)
-    with source.with_words(words).load() as loaded:
-        shrunk = _case(loaded.checked(), loaded.world_size, options, steps)
+    args, source = read_source(argv).parse(parser)
+    num_gpus = _num_gpus(args)
+    with replace(source, words=[*source.words, *args.layout]).load() as loaded:
+        shrunk = _case(loaded.checked(), loaded.world_size, args)
     if num_gpus is not None:
         shrunk = replace(shrunk, case=replace(shrunk.case, device="gpu"))
         shrunk.notes.append(f"--device gpu: {f'on {num_gpus} GPUs' if num_gpus else 'a dry run, without a GPU'}")
@@ -66,61 +58,59 @@ def main(argv: Sequence[str]) -> int:
                 f" one for each rank: set --world-size to {num_gpus} or less, or start its ranks by torchrun"
             )
     progress = user_model.to_stderr() if launched.is_first() else lambda text: None
-    verdict = user_model.run(shrunk.case, steps, progress)
+    verdict = user_model.run(shrunk.case, args.steps, progress)
     if not launched.is_first():
         return verdict.exit_code
     verdict.notes = shrunk.notes + verdict.notes
     print(report.text(verdict))
-    for name in ("--json", "--picture"):
-        if name in options:
-            report.write(verdict, Path(options[name]))
+    for path in filter(None, (args.json, args.picture)):
+        report.write(verdict, path)
     return verdict.exit_code
 
 
-_WITH_VALUE = ("--layout", "--world-size", "--steps", "--json", "--picture", "--device", "--local_rank")
-_SWITCHES = ("--shrink", "--whole", "--dry-run")
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("verify", __doc__ or "", _USAGE)
+    add = parser.add_argument
+    add("--layout", type=_keys, action="extend", default=[], metavar="KEYS", help="other keys, as in pp=2,schedule=zbv")
+    add("--world-size", type=count, metavar="N", help="ranks of the layout (the fewest that it allows, twice for dp)")
+    add("--shrink", action="store_true", help="make it smaller in any case")
+    add("--whole", action="store_true", help="never make it smaller")
+    add("--steps", type=count, default=2, metavar="N", help="optimizer steps (default 2)")
+    on_gpu = "gpu: on this machine's GPUs, one rank each, BF16 too: a run's layers (Transformer Engine's where it is"
+    add("--device", choices=("cpu", "gpu"), default="cpu", help=f"{on_gpu} installed), kernels, streams and NCCL")
+    add("--dry-run", action="store_true", help="take the path of --device gpu without a GPU")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--picture", type=Path, metavar="FILE", help="draw each parameter's error (.png)")
+    add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
+    return parser
 
 
-def _options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split into the configuration's words, with --layout as keys at the end, and the command's own options."""
-    rest, options = list(argv), {}
-    for name in _WITH_VALUE:
-        rest, value = pop_option(rest, name)
-        if value is not None:
-            options[name] = value
-    for name in _SWITCHES:
-        if name in rest:
-            rest.remove(name)
-            options[name] = ""
-    for pair in filter(None, options.get("--layout", "").split(",")):
-        if "=" not in pair:
-            raise ConfigError(f"--layout takes keys such as pp=2,schedule=zbv, but {pair!r} is none")
-        name, value = pair.split("=", 1)
-        rest += [f"--{name.strip()}", value.strip()]
-    return rest, options
+def _keys(text: str) -> list[str]:
+    """The words of keys such as pp=2,schedule=zbv."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise argparse.ArgumentTypeError(f"it takes keys such as pp=2,schedule=zbv, but {wrong[0]!r} is none")
+    return [f"--{name.strip()}={value.strip()}" for name, _, value in pairs]
 
 
-def _num_gpus(options: dict[str, str]) -> int | None:
+def _num_gpus(args: argparse.Namespace) -> int | None:
     """GPUs of this machine that --device gpu asks for, 0 in a dry run; None without that option. Raises ConfigError if
     there are none."""
-    device = options.get("--device", "cpu")
-    if device not in ("cpu", "gpu"):
-        raise ConfigError(f"--device is cpu or gpu, not {device}")
-    if device == "cpu":
-        if "--dry-run" in options:
+    if args.device == "cpu":
+        if args.dry_run:
             raise ConfigError("--dry-run is of --device gpu: add that, or leave it out")
         return None
-    if "--dry-run" in options:
+    if args.dry_run:
         return 0
     preload.import_torch()
     import torch
 
-    if not (count := torch.cuda.device_count()):
+    if not (found := torch.cuda.device_count()):
         raise ConfigError("--device gpu: torch finds no GPU here; add --dry-run to take the same path on the CPU")
-    return count
+    return found
 
 
-def _case(config: configuration.Config, recorded: int | None, options: dict[str, str], steps: int) -> Shrunk:
+def _case(config: configuration.Config, recorded: int | None, args: argparse.Namespace) -> Shrunk:
     """The case of a configuration in its real layout, made smaller if it is too large."""
     from megaaccum.lab.planner import auto_schedule
     from megaaccum.lab.verification import shrink
@@ -128,7 +118,7 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     from megaaccum.pretrain.metrics.param_count import count_parameters
 
     launched = num_ranks()
-    world_size = int(options.get("--world-size", 0)) or recorded or (launched if launched > 1 else _world_size(config))
+    world_size = args.world_size or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
     if auto_schedule.is_open(plan):
         plan = auto_schedule.choose_schedule(plan)
@@ -137,16 +127,16 @@ def _case(config: configuration.Config, recorded: int | None, options: dict[str,
     parameters = count_parameters(plan.config, plan.config.model.vocab_size or 1).total
     too_many = world_size > max(shrink.MOST_RANKS, launched)
     large = too_many or parameters > shrink.MOST_PARAMETERS
-    if "--whole" in options and too_many:
+    if args.whole and too_many:
         raise ConfigError(f"--whole: {world_size} ranks do not start on one machine: at most {shrink.MOST_RANKS}")
-    smaller = "--shrink" in options or (large and "--whole" not in options)
-    has_kernels = options.get("--device") == "gpu" and "--dry-run" not in options
+    smaller = args.shrink or (large and not args.whole)
+    has_kernels = args.device == "gpu" and not args.dry_run
     shrunk = shrink.as_case(config, plan, shrink=smaller, on_gpu=has_kernels)
     if not any(given(config, name) for name in ("data_path", "train_data_path", "mock_data")) or not is_first():
         return shrunk
     from megaaccum.lab.verification.first_samples import with_first_samples
 
-    return with_first_samples(shrunk, plan, steps)
+    return with_first_samples(shrunk, plan, args.steps)
 
 
 def _world_size(config: configuration.Config) -> int:

@@ -36,12 +36,26 @@ def test_the_reference_in_float64_has_megatrons_layers():
     ("words", "message"),
     [
         (["--device", "gpu"], "--device gpu: torch finds no GPU here; add --dry-run"),
-        (["--device", "tpu"], "--device is cpu or gpu, not tpu"),
         (["--dry-run"], "--dry-run is of --device gpu"),
     ],
 )
 def test_what_cannot_be(words, message, capsys):
     assert cli.main(["verify", "configs/tiny_cpu.yaml", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--steps", "none"], "argument --steps: invalid count value: 'none'"),
+        (["--layout", "pp"], "it takes keys such as pp=2,schedule=zbv, but 'pp' is none"),
+    ],
+)
+def test_options_that_cannot_be_read(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["verify", "configs/tiny_cpu.yaml", *words])
+    assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
