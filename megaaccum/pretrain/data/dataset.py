@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from megaaccum.platform.replaced import replaced
 from megaaccum.pretrain.data import chat_rows, fim
 from megaaccum.pretrain.data.files import digest_of, disk_errors, locked, make_once, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
-from megaaccum.pretrain.data.order import Corpus, Order, SampleDataset, Span, extended, spans_after
+from megaaccum.pretrain.data.order import Corpus, Order, SampleDataset, Span
 from megaaccum.pretrain.data.sources import (
     Blend,
     Sources,
@@ -64,8 +64,6 @@ class Datasets:
     on the same data."""
     facts: dict[str, str]
     """The values under the digest, for readers."""
-    rebuilt: Callable[[list[Span]], Order]
-    """The training samples in other spans."""
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The record of them in a checkpoint after `consumed` samples: plain numbers and texts."""
@@ -87,9 +85,7 @@ class Datasets:
         """These data for a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
         `state`: no sample comes twice and none is lost. Raises as `build_datasets`."""
         same = state.get("digest") == self.digest
-        order = self.rebuilt(spans_after(state, consumed, needed, same_data=same))
-        longer = extended(order, needed)
-        return replace(self, train=order if longer == order.spans else self.rebuilt(longer))
+        return replace(self, train=self.train.after(state, consumed, needed, same_data=same))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +172,6 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
         vocabulary=request.vocabulary,
         digest=_content_digest(request, request.sources.train.prefixes),
         facts=request.shown(),
-        rebuilt=lambda spans: Order(spans, corpora, own_order),
     )
 
 
@@ -213,20 +208,19 @@ def _mock_datasets(plan: Plan, train_samples: int) -> Datasets:
     digest = digest_of(facts)
     corpora = [Corpus(digest, 1.0, lambda number: _mock(plan, vocabulary, [1, 0, 0], run.seed + number)[_TRAIN])]
 
-    def order(spans: list[Span]) -> Order:
-        return Order(spans, corpora, lambda count: _mock(plan, vocabulary, [count, 0, 0], run.seed)[_TRAIN])
+    def own_order(count: int) -> SampleDataset:
+        return _mock(plan, vocabulary, [count, 0, 0], run.seed)[_TRAIN]
 
     valid = (
         _mock(plan, vocabulary, [train_samples, valid_batches * batch, 0], run.seed)[_VALID] if valid_batches else None
     )
     return Datasets(
-        train=order([Span(0, train_samples)]),
+        train=Order([Span(0, train_samples)], corpora, own_order),
         valid=valid,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
         digest=digest,
         facts=facts,
-        rebuilt=order,
     )
 
 
@@ -247,7 +241,6 @@ def _chat_datasets(plan: Plan, train_samples: int) -> Datasets:
         vocabulary=vocabulary,
         digest=digest_of(content),
         facts=facts,
-        rebuilt=lambda spans: Order(spans, train),
     )
 
 

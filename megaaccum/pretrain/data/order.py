@@ -74,7 +74,7 @@ class Order:
         self, spans: list[Span], corpora: list[Corpus], build_own: Callable[[int], SampleDataset] | None = None
     ):
         """build_own: Megatron's own order, of a number of samples; data without it have no span that names it."""
-        self.spans, self._corpora = spans, corpora
+        self.spans, self._corpora, self._build_own = spans, corpora, build_own
         self._parts: list[_Blend | _Own] = []
         for span in spans:
             if span.used is not None:
@@ -100,6 +100,18 @@ class Order:
         """Plain numbers: the spans from sample `consumed` on, and what has been used of each corpus before."""
         spans = [span for span in self.spans if span.stop > consumed] or self.spans[-1:]
         return {"spans": [asdict(span) for span in spans], "used": self.used(consumed)}
+
+    def after(self, state: dict[str, Any], consumed: int, needed: int, *, same_data: bool) -> Order:
+        """The order of a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
+        `state`."""
+        if same_data:
+            spans = [Span(**span) for span in state["spans"]]
+        else:
+            spans = [Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))]
+        order, stop = Order(spans, self._corpora, self._build_own), spans[-1].stop
+        if needed <= stop:
+            return order
+        return Order([*spans, Span(stop, needed - stop, order.used(stop))], self._corpora, self._build_own)
 
 
 class _Own:
@@ -156,17 +168,3 @@ class _Blend:
 
 def _drawn(which: Any, count: int, num_corpora: int) -> list[int]:
     return [int(number) for number in np.bincount(np.asarray(which[:count]), minlength=num_corpora)]
-
-
-def spans_after(state: dict[str, Any], consumed: int, needed: int, *, same_data: bool) -> list[Span]:
-    """The spans of a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
-    `state`; another one may be needed after the last (`extended`)."""
-    if not same_data:
-        return [Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))]
-    return [Span(**span) for span in state["spans"]]
-
-
-def extended(order: Order, needed: int) -> list[Span]:
-    """The spans of `order`, and one more if they end before sample `needed`."""
-    stop = order.spans[-1].stop
-    return order.spans + ([Span(stop, needed - stop, order.used(stop))] if needed > stop else [])
