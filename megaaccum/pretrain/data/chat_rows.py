@@ -20,7 +20,8 @@ from megaaccum.errors import DataError
 from megaaccum.pretrain.data.chats import Chats, read_chats
 from megaaccum.pretrain.data.files import digest_of
 from megaaccum.pretrain.data.order import Corpus
-from megaaccum.pretrain.data.sources import Sources, data_folder
+from megaaccum.pretrain.data.sources import Blend, Sources, data_folder
+from megaaccum.pretrain.data.train_valid_split import split_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +93,17 @@ def put_in_rows(chats: Chats, numbers: range, length: int, *, packed: bool) -> C
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """The conversations of one file that training or validation has, without `left_out`. weight: their share of the
-    samples; None: by the number of rows."""
+    samples."""
 
     path: Path
     rows: ChatRows
-    weight: float | None
+    weight: float
     left_out: int
     digest: str
 
     def corpus(self, seed: int) -> Corpus:
         """Its rows pass by pass."""
-        weight = float(len(self.rows)) if self.weight is None else self.weight
-        return Corpus(self.digest, weight, partial(self.rows.in_pass, seed=seed))
+        return Corpus(self.digest, self.weight, partial(self.rows.in_pass, seed=seed))
 
     def __str__(self) -> str:
         numbers, chats = sum(map(len, self.rows.rows)), self.rows.chats
@@ -115,36 +115,17 @@ class Part:
         return f"{numbers:,} conversations of {self.path.name} in {len(self.rows):,} rows{shortened}{longer}"
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The conversations of training and of validation (empty if the run does not evaluate)."""
-
-    train: list[Part]
-    valid: list[Part]
-
-    @property
-    def num_valid(self) -> int:
-        """Rows of validation before one is drawn twice; at least 1."""
-        total = sum(part.weight or len(part.rows) for part in self.valid)
-        shares = ((len(part.rows), (part.weight or len(part.rows)) / total) for part in self.valid)
-        return max(1, int(min(count / share for count, share in shares)))
+def read_parts(config: Config, sources: Sources, *, with_valid: bool) -> tuple[list[Part], list[Part]]:
+    """The files of training, and of validation if the run evaluates. Raises DataError."""
+    ends = None if sources.split is None else split_ends(sources.split)
+    train = _read_blend(config, sources.train, (0.0, ends[0] if ends else 1.0))
+    return train, _read_blend(config, sources.valid or sources.train, ends or (0.0, 1.0)) if with_valid else []
 
 
-def read_parts(config: Config, sources: Sources, *, with_valid: bool) -> Parts:
-    """The rows of the files of `sources`. Raises DataError."""
-    both: list[list[Part]] = [[], []]
-    for number, blend in enumerate((sources.train, sources.valid or sources.train)[: 1 + with_valid]):
-        bounds = (0.0, 1.0) if sources.split is None else _bounds(sources.split, number)
-        for index, name in enumerate(blend.prefixes):
-            weight = blend.weights[index] if blend.weights else None
-            both[number].append(_read_part(config, Path(name), weight, bounds))
-    return Parts(*both)
-
-
-def shown(config: Config, parts: Parts) -> dict[str, str]:
+def shown(config: Config, train: list[Part]) -> dict[str, str]:
     """The facts that decide the training samples, for readers."""
     return {
-        "data": "; ".join(map(str, parts.train)),
+        "data": "; ".join(map(str, train)),
         "split": config.data.split if not config.data.train_data_path else "None",
         "seq_length": str(config.model.seq_length),
         "seed": str(config.run.seed),
@@ -153,10 +134,9 @@ def shown(config: Config, parts: Parts) -> dict[str, str]:
     }
 
 
-def _bounds(split: str, number: int) -> tuple[float, float]:
-    """The share of train (0) or valid (1) as a range of 0 to 1."""
-    shares = [float(share) for share in split.split(",")] + [0.0, 0.0]
-    return sum(shares[:number]) / sum(shares), sum(shares[: number + 1]) / sum(shares)
+def _read_blend(config: Config, blend: Blend, bounds: tuple[float, float]) -> list[Part]:
+    weights = blend.weights or [None] * len(blend.prefixes)
+    return [_read_part(config, Path(name), each, bounds) for name, each in zip(blend.prefixes, weights, strict=True)]
 
 
 def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[float, float]) -> Part:
@@ -168,6 +148,7 @@ def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[f
         raise DataError(f"{path}: {error}") from None
     facts = [chats.digest, first, end, rows.length, rows.packed]
     left_out = end - first - sum(map(len, rows.rows))
+    weight = float(len(rows)) if weight is None else weight
     return Part(path=path, rows=rows, weight=weight, left_out=left_out, digest=digest_of(facts))
 
 

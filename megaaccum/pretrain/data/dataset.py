@@ -229,10 +229,15 @@ def _chat_datasets(plan: Plan, train_samples: int) -> Datasets:
     _require_index_builder()
     run, batch = plan.config.run, plan.batch.global_batch_size
     sources, vocabulary = read_sources(plan.config.data), read_run_vocabulary(plan.config)
-    parts = chat_rows.read_parts(plan.config, sources, with_valid=_evaluates(plan, sources))
-    facts = chat_rows.shown(plan.config, parts) | {"vocabulary": f"{vocabulary.size} ids ({vocabulary.digest[:8]})"}
-    train, valid = ([part.corpus(run.seed) for part in each] for each in (parts.train, parts.valid))
-    valid_batches = min(run.eval_iters, max(1, parts.num_valid // batch)) if valid else 0
+    train_parts, valid_parts = chat_rows.read_parts(plan.config, sources, with_valid=_evaluates(plan, sources))
+    facts = chat_rows.shown(plan.config, train_parts) | {
+        "vocabulary": f"{vocabulary.size} ids ({vocabulary.digest[:8]})"
+    }
+    train, valid = ([part.corpus(run.seed) for part in each] for each in (train_parts, valid_parts))
+    valid_batches = 0
+    if valid:
+        samples = epoch_samples([len(part.rows) for part in valid_parts], [part.weight for part in valid_parts])
+        valid_batches = min(run.eval_iters, max(1, samples // batch))
     content = [facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]
     return Datasets(
         train=Order([Span(0, train_samples, {})], train),
@@ -269,7 +274,7 @@ def _request(plan: Plan, train_samples: int) -> tuple[_Request, int]:
     if evaluates:
         check_ranges("valid", valid_ranges, sources.split, config.model.seq_length)
         blend = sources.valid or sources.train
-        samples = epoch_samples(valid_ranges, blend.weights, config.model.seq_length)
+        samples = epoch_samples([part.num_samples(config.model.seq_length) for part in valid_ranges], blend.weights)
         valid_batches = min(config.run.eval_iters, max(1, samples // batch))
     request = _Request(
         sources=sources,

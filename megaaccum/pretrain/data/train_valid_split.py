@@ -23,6 +23,10 @@ class Range:
         """Tokens of these documents."""
         return self.pair.tokens_between(self.first, self.end)
 
+    def num_samples(self, seq_length: int) -> int:
+        """Samples of these documents: each is seq_length tokens and the next one."""
+        return (self.num_tokens - 1) // seq_length
+
 
 def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[Range], list[Range]]:
     """The documents of training and of validation, one range per prefix of the blend that they come from.
@@ -32,26 +36,29 @@ def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[
     """
     if sources.split is None:
         return _whole(sources.train, pairs), _whole(sources.valid, pairs) if sources.valid else []
-    shares = [float(share) for share in sources.split.split(",")]
-    shares += [0.0] * (3 - len(shares))
-    train_end = shares[0] / sum(shares)
-    valid_end = train_end + shares[1] / sum(shares)
     train, valid = [], []
     for prefix in sources.train.prefixes:
         pair = pairs[prefix]
-        first, end = (round(bound * pair.num_sequences) for bound in (train_end, valid_end))
+        first, end = (round(bound * pair.num_sequences) for bound in split_ends(sources.split))
         train.append(Range(pair=pair, first=0, end=first))
         valid.append(Range(pair=pair, first=first, end=end))
     return train, valid
+
+
+def split_ends(split: str) -> tuple[float, float]:
+    """The shares of a dataset at which training and validation end."""
+    shares = [float(share) for share in split.split(",")] + [0.0, 0.0]
+    train_end = shares[0] / sum(shares)
+    return train_end, train_end + shares[1] / sum(shares)
 
 
 def _whole(blend: Blend, pairs: dict[str, IndexedPair]) -> list[Range]:
     return [Range(pair=pairs[prefix], first=0, end=pairs[prefix].num_sequences) for prefix in blend.prefixes]
 
 
-def epoch_samples(ranges: list[Range], weights: list[float] | None, seq_length: int) -> int:
-    """Samples that a blend has before it draws any sample of its parts twice; at least 1."""
-    counts = [(r.num_tokens - 1) // seq_length for r in ranges]
+def epoch_samples(counts: list[int], weights: list[float] | None) -> int:
+    """Samples that a blend has before it draws any sample of its parts twice; at least 1. counts: samples of each
+    part. weights: None for a blend of one."""
     shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
     return max(1, int(min(count / share for count, share in zip(counts, shares, strict=True))))
 
