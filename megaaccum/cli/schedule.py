@@ -18,7 +18,7 @@ from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
 from megaaccum.executor.timeline import write_trace
 from megaaccum.lab.planner.layout_config import as_sections, put, set_aside
-from megaaccum.lab.search.bound import bound
+from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, layout_of_cut, read_profile
 from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_order
@@ -217,10 +217,13 @@ def _cut(schedule: Schedule, profile: Profile, args: argparse.Namespace, limit: 
 def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Row:
     """limit: None for the schedule's own peak, which then is the bound's."""
     peak = max(memory.peaks(schedule))
-    least = bound(schedule, costs, memory=memory, limit=max(peak, limit or 0.0))
+    limit = max(peak, limit or 0.0)
+    problem = Problem(
+        costs, stages=schedule.stages, num_microbatches=schedule.num_microbatches, memory=memory, limit=limit
+    )
     return Row(
         schedule=schedule, costs=costs, memory=memory, simulation=simulate(schedule, costs),
-        footprint=validate(schedule), peak=peak, bound=least.seconds,
+        footprint=validate(schedule), peak=peak, bound=Bound(problem).seconds,
     )  # fmt: skip
 
 

@@ -20,76 +20,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.memory import TINY, Memory
 from megaaccum.schedule.pass_numbers import Problem, earliest_starts
-from megaaccum.schedule.simulate import Costs
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bounds of the makespan in seconds (or the unit of the costs). limit: of Memory's amounts on each rank."""
+    """Lower bounds of the makespan of any order of a problem, in seconds (or the unit of its costs). An all-to-all
+    counts as hidden."""
 
-    stages: tuple[tuple[int, ...], ...]
-    num_microbatches: int
-    costs: Costs
-    memory: Memory | None = None
-    limit: float | None = None
+    def __init__(self, problem: Problem):
+        assert problem.costs.fused is None, "a fused pair is faster than its passes, by which the bound counts"
+        costs = problem.costs.computed()
+        self.problem = problem
+        self.durations = costs.by_stage(problem.num_stages)
+        """F, I, W of each stage."""
+        hops, self.enter, self.back = earliest_starts(problem.stages, costs)
+        _, input_grad, weight_grad = self.durations
+        self.leave = [weight_grad[0]]
+        """From the end of a stage's input gradient to the end of the flush, at least: it travels on to the first stage,
+        and every stage on the way has its weight gradient to do."""
+        for stage in range(1, problem.num_stages):
+            travels = hops[stage - 1] + input_grad[stage - 1] + self.leave[-1]
+            self.leave.append(max(weight_grad[stage], travels))
 
     @property
     def seconds(self) -> float:
         """The largest of all."""
-        return max(max(self.by_work(rank), self.by_area(rank)) for rank in range(len(self.stages)))
-
-    # --- ways through the pipeline ---
-
-    @cached_property
-    def durations(self) -> tuple[list[float], list[float], list[float]]:
-        """F, I, W of each stage."""
-        return self.costs.by_stage(sum(map(len, self.stages)))
-
-    @cached_property
-    def _starts(self) -> tuple[list[float], list[float], list[float]]:
-        """Seconds from stage s to s + 1, and as `enter` and `back`."""
-        return earliest_starts(self.stages, self.costs)
-
-    @property
-    def enter(self) -> list[float]:
-        """When a stage's first forward can start."""
-        return self._starts[1]
-
-    @property
-    def back(self) -> list[float]:
-        """When a stage's first input gradient can start."""
-        return self._starts[2]
-
-    @cached_property
-    def leave(self) -> list[float]:
-        """From the end of a stage's input gradient to the end of the flush, at least: it travels on to the first stage,
-        and every stage on the way has its weight gradient to do."""
-        _, input_grad, weight_grad = self.durations
-        after, hop = [weight_grad[0]], self._starts[0]
-        for stage in range(1, len(input_grad)):
-            after.append(max(weight_grad[stage], hop[stage - 1] + input_grad[stage - 1] + after[-1]))
-        return after
-
-    # --- the bounds ---
+        return max(max(self.by_work(rank), self.by_area(rank)) for rank in range(self.problem.pp))
 
     def by_work(self, rank: int) -> float:
         """The rank's work, and its idle time while the pipeline fills and drains."""
         forward, input_grad, weight_grad = self.durations
-        held = self.stages[rank]
-        work = self.num_microbatches * sum(forward[s] + input_grad[s] + weight_grad[s] for s in held)
+        held = self.problem.stages[rank]
+        work = self.problem.m * sum(forward[s] + input_grad[s] + weight_grad[s] for s in held)
         fill, drain = self._fill(rank), self._drain(rank)
         # Both may count the same time only where a flush is shorter than the two windows together.
         return work + fill[1] + drain[1] if fill[0] + drain[0] <= work else work + max(fill[1], drain[1])
 
     def _fill(self, rank: int) -> tuple[float, float]:
         """(end of a window that starts at 0, the least idle time in it), for the window with the most."""
-        m, held = self.num_microbatches, self.stages[rank]
+        m, held = self.problem.m, self.problem.stages[rank]
         forward, input_grad, weight_grad = self.durations
         passes = [(self.enter[s], "F", s, forward[s]) for s in held]
         passes += [(self.back[s], "I", s, input_grad[s]) for s in held]
@@ -99,60 +69,46 @@ class Bound:
         for end in sorted({at for at, *_ in passes}):
             possible = [(kind, s, seconds) for at, kind, s, seconds in passes if at < end]
             # Until the first input gradient is done nothing is let go.
-            limited = end <= first_back
-            forwards = self._holdable([s for kind, s, _ in possible if kind == "F"], rank, limited=limited)
+            room = self.problem.room[rank] if end <= first_back else math.inf
+            sizes = [(seconds, self.problem.memory.activation[s]) for kind, s, seconds in possible if kind == "F"]
+            forwards = _knapsack(sizes, room, m)
             others = m * sum(seconds for kind, _, seconds in possible if kind != "F")
             # Nor can a pass start before its own time.
             windows.append((end, max(0.0, end - forwards - others)))
         return max(windows, key=lambda window: window[1])
-
-    def _holdable(self, stages: Sequence[int], rank: int, *, limited: bool) -> float:
-        """The most seconds of forwards of `stages` of a rank that holds them all at once."""
-        forward, m = self.durations[0], self.num_microbatches
-        if not limited or self.memory is None or self.limit is None:
-            return m * sum(forward[s] for s in stages)
-        return _knapsack([(forward[s], self.memory.activation[s]) for s in stages], self._room(rank), m)
-
-    def _room(self, rank: int) -> float:
-        """Bytes that the rank's limit leaves for activations."""
-        assert self.memory is not None and self.limit is not None
-        return self.limit - sum(self.memory.state[s] for s in self.stages[rank]) + TINY * self.limit
 
     def _drain(self, rank: int) -> tuple[float, float]:
         """(length of a window that ends with the flush, the least idle time in it), for the window with the most.
 
         No forward is in any of these windows: what follows one is longer than what follows an input gradient.
         """
-        m, held = self.num_microbatches, self.stages[rank]
+        m, held = self.problem.m, self.problem.stages[rank]
         _, input_grad, weight_grad = self.durations
         windows = []
         for length in sorted({self.leave[s] for s in held}):
             inside = [s for s in held if self.leave[s] < length]
             grads = m * sum(input_grad[s] + weight_grad[s] for s in inside)
             waiting = [s for s in held if s not in inside]
-            if self.memory is None or self.limit is None:
-                weights = m * sum(weight_grad[s] for s in waiting)
-            else:
-                # Their input gradients are all done when the window begins: the rank holds what is deferred at once.
-                sizes = [(weight_grad[s], self.memory.deferred[s]) for s in waiting]
-                weights = _knapsack(sizes, self._room(rank), m)
+            # Their input gradients are all done when the window begins: the rank holds what is deferred at once.
+            sizes = [(weight_grad[s], self.problem.memory.deferred[s]) for s in waiting]
+            weights = _knapsack(sizes, self.problem.room[rank], m)
             windows.append((length, max(0.0, length - grads - weights)))
         return max(windows, key=lambda window: window[1])
 
     def by_area(self, rank: int) -> float:
         """How long the rank's memory needs; 0 without a limit."""
-        if self.memory is None or self.limit is None:
+        held, room, memory = self.problem.stages[rank], self.problem.room[rank], self.problem.memory
+        if math.isinf(room):
             return 0.0
-        held, room = self.stages[rank], self._room(rank)
         if room <= 0:
             return math.inf
         weight_grad, start = self.durations[2], min(self.enter[s] for s in held)
-        passing = sum(self.memory.activation[s] * self._way(s) for s in held)
-        waiting = sum(self.memory.deferred[s] * weight_grad[s] for s in held)
+        passing = sum(memory.activation[s] * self._way(s) for s in held)
+        waiting = sum(memory.deferred[s] * weight_grad[s] for s in held)
         # Activations are gone when the last input gradient is done; what is deferred may stay to the end.
         bounds = [
-            start + self.num_microbatches * passing / room + min(self.leave[s] for s in held),
-            start + self.num_microbatches * (passing + waiting) / room,
+            start + self.problem.m * passing / room + min(self.leave[s] for s in held),
+            start + self.problem.m * (passing + waiting) / room,
         ]
         if len(held) == 1:
             bounds += self._by_places(rank)
@@ -165,11 +121,10 @@ class Bound:
     def _by_places(self, rank: int) -> list[float]:
         """With one chunk, places for whole micro-batches can be counted, which they take one by one and give back one
         by one: when the input gradient is done, or (a little less each) when the weight gradient is."""
-        assert self.memory is not None
-        (s,) = self.stages[rank]
+        (s,), memory = self.problem.stages[rank], self.problem.memory
         forward, input_grad, weight_grad = (each[s] for each in self.durations)
-        activation = self.memory.activation[s]
-        kept = min(activation, self.memory.deferred[s])
+        activation = memory.activation[s]
+        kept = min(activation, memory.deferred[s])
         bounds = []
         # The last input gradient has the way to the first stage to go; weight gradients may all be done after it.
         for size, stay, apart, after in (
@@ -178,7 +133,7 @@ class Bound:
         ):
             if size <= 0:
                 continue
-            m, places = self.num_microbatches, math.floor(self._room(rank) / size)
+            m, places = self.problem.m, math.floor(self.problem.room[rank] / size)
             if places < 1:
                 return [math.inf]
             places = min(places, m)
@@ -188,24 +143,6 @@ class Bound:
                 window = max(window, m * stay / places + ramps / 2)
             bounds.append(self.enter[s] + window + after)
         return bounds
-
-
-def bound(schedule: Schedule, costs: Costs, *, memory: Memory | None = None, limit: float | None = None) -> Bound:
-    """The bound of all orders of a schedule's stages and micro-batches, with up to `limit` of `memory` on each rank.
-    Costs of fused pairs are not known to it; an all-to-all counts as hidden."""
-    assert costs.fused is None, "a fused pair is faster than its passes, by which the bound counts"
-    return Bound(
-        stages=schedule.stages, num_microbatches=schedule.num_microbatches, costs=costs.computed(), memory=memory,
-        limit=limit,
-    )  # fmt: skip
-
-
-def bound_of(problem: Problem) -> Bound:
-    """The bound of all orders of a search's problem."""
-    return Bound(
-        stages=problem.stages, num_microbatches=problem.m, costs=problem.costs.computed(), memory=problem.memory,
-        limit=problem.limit,
-    )  # fmt: skip
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:

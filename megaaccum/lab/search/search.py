@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.bound import bound_of
+from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.greedy import Greedy, greedy_keys
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY
@@ -78,14 +78,14 @@ def proved(problem: Problem, order: Order, *, name: str, tried: int = 1) -> Sear
     mine, simulated = problem.time(order), simulate(schedule, problem.costs, early_send=True).makespan
     if not math.isclose(mine, simulated, rel_tol=1e-9):
         raise ScheduleError(f"the search timed its order at {mine:.9g}, and the simulator at {simulated:.9g}")
-    bound = min(bound_of(problem).seconds, simulated)  # floating-point sums may exceed a bound that is reached
+    bound = min(Bound(problem).seconds, simulated)  # floating-point sums may exceed a bound that is reached
     return SearchResult(schedule=schedule, seconds=simulated, bound=bound, peaks=peaks, tried=tried)
 
 
 class _Search:
     def __init__(self, problem: Problem, chance: random.Random, iterations: int):
         self.problem, self.chance, self.iterations = problem, chance, iterations
-        self.enough = bound_of(problem).seconds * (1 + 1e-7)
+        self.enough = Bound(problem).seconds * (1 + 1e-7)
         self.tried = 0
 
     def run(self, given: Iterable[Order]) -> Order:

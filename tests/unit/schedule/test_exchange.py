@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.bound import bound
+from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
@@ -117,7 +117,7 @@ def test_a_search_pairs_passes_to_hide_exchanges(limit):
     found = search_order(at, start=[named], iterations=2000)  # it holds its order against validate and simulate
     assert found.schedule.has_pairs
     hidden = at.costs.computed()
-    assert bound(found.schedule, at.costs, memory=at.memory, limit=limit).seconds <= found.seconds
+    assert Bound(at).seconds <= found.seconds
     assert simulate(found.schedule, hidden).makespan <= found.seconds
     unaware = Problem(
         PROFILE.costs(even_cut(PROFILE, 4)).__class__(

@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 
 from megaaccum.errors import ScheduleError
-from megaaccum.lab.search.bound import bound, bound_of
+from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, price, tune_cut
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut, read_profile, write_profile
 from megaaccum.lab.search.search import compare, proved, search_order
@@ -54,6 +54,12 @@ def all_orders(costs: Costs, limit: float | None) -> float:
     return best
 
 
+def bound(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Bound:
+    """The bound of all orders of a schedule's stages and micro-batches."""
+    m = schedule.num_microbatches
+    return Bound(Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit))
+
+
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_beats_the_bounds_and_the_search_finds_the_best(seed, limit):
@@ -62,7 +68,7 @@ def test_no_order_beats_the_bounds_and_the_search_finds_the_best(seed, limit):
     problem = Problem(costs, stages=stages, num_microbatches=2, limit=limit)
     found = search_order(problem, iterations=2000)
     assert found.seconds == pytest.approx(least)
-    assert found.bound == pytest.approx(bound_of(problem).seconds) and found.bound <= least * (1 + 1e-9)
+    assert found.bound == pytest.approx(Bound(problem).seconds) and found.bound <= least * (1 + 1e-9)
 
 
 def test_weight_gradients_that_are_all_done_last_beat_no_bound():
@@ -70,7 +76,7 @@ def test_weight_gradients_that_are_all_done_last_beat_no_bound():
     stages, memory = stage_map("loop", pp=2, chunks=1), Memory(activation=(5, 1), deferred=(2, 0.1), state=(0, 0))
     costs = Costs(forward=(1, 0.3), input_grad=(0, 0.3), weight_grad=(0.3, 2), p2p=5)
     problem = Problem(costs, stages=stages, num_microbatches=2, memory=memory, limit=20)
-    assert bound_of(problem).seconds <= search_order(problem, iterations=100).seconds == pytest.approx(12.9)
+    assert Bound(problem).seconds <= search_order(problem, iterations=100).seconds == pytest.approx(12.9)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"])
@@ -82,7 +88,7 @@ def test_no_named_schedule_beats_its_bound(name, seed):
         peak = max(memory.peaks(schedule))
         seconds = simulate(schedule, costs, early_send=True).makespan
         for limit in (None, peak, 2 * peak):
-            assert bound(schedule, costs, memory=memory, limit=limit).seconds <= seconds * (1 + 1e-9)
+            assert bound(schedule, costs, memory, limit).seconds <= seconds * (1 + 1e-9)
 
 
 def test_bounds_that_are_reached():
@@ -91,9 +97,10 @@ def test_bounds_that_are_reached():
         schedule = build(name, pp=4, num_microbatches=8)
         costs = Costs.per_rank(1, 1, 1, chunks=schedule.chunks)
         memory = Memory.counted(schedule.num_stages, chunks=schedule.chunks)
-        assert bound(schedule, costs, memory=memory, limit=4).seconds == pytest.approx(seconds)
-    tight = bound(build("zb-h1", pp=4, num_microbatches=8), Costs.per_rank(1, 1, 1, chunks=1),
-                  memory=Memory.counted(4), limit=2)  # fmt: skip
+        assert bound(schedule, costs, memory, limit=4).seconds == pytest.approx(seconds)
+    tight = bound(
+        build("zb-h1", pp=4, num_microbatches=8), Costs.per_rank(1, 1, 1, chunks=1), Memory.counted(4), limit=2
+    )
     # Two places, each taken for 9 by a micro-batch, four times, and one forward and one weight gradient to take turns.
     assert tight.by_area(0) == pytest.approx(8 * 9 / 2 + 1)
 
@@ -163,7 +170,7 @@ def test_a_rank_that_holds_state_alone_bounds_nothing():
     )  # fmt: skip
     problem = Problem(costs, stages=named.stages, num_microbatches=4, memory=memory, limit=10.0)
     found = search_order(problem, start=[named], iterations=2000)
-    assert bound_of(problem).seconds <= found.seconds < simulate(named, costs).makespan
+    assert Bound(problem).seconds <= found.seconds < simulate(named, costs).makespan
 
 
 def test_what_is_not_proved_does_not_leave():
