@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.platform.replaced import replaced
-
 if TYPE_CHECKING:
     import torch
 
@@ -87,9 +85,14 @@ def without_compiler() -> Iterator[None]:
     if has_accelerator():
         yield
         return
+    from unittest.mock import patch
+
     import torch
 
-    with replaced(torch, compile=lambda model=None, **keys: (lambda function: function) if model is None else model):
+    def compile(model: Any = None, **keys: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    with patch.multiple(torch, compile=compile):
         yield
         from megatron.core import jit
 
@@ -99,6 +102,8 @@ def without_compiler() -> Iterator[None]:
 def cuda_type_names() -> contextlib.AbstractContextManager[None]:
     """Context in which `tensor.type()` names CPU tensors as CUDA's, if there is no GPU: Megatron's distributed
     optimizer sorts parameters by that name when it is built."""
+    from unittest.mock import patch
+
     import torch
 
     if has_accelerator():
@@ -109,7 +114,7 @@ def cuda_type_names() -> contextlib.AbstractContextManager[None]:
         result = plain(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    return replaced(torch.Tensor, type=cuda_name)
+    return patch.multiple(torch.Tensor, type=cuda_name)
 
 
 def _hide_gpu_extensions() -> None:

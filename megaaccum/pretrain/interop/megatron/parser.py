@@ -23,13 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, check_number, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
-from megaaccum.platform.replaced import replaced
 from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
@@ -346,12 +346,10 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
 @contextlib.contextmanager
 def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
     """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
-    from unittest.mock import patch
-
     import torch
 
-    gpu = replaced(torch.cuda, get_device_capability=lambda *_: (9, 0))
-    te = replaced(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
+    gpu = patch.multiple(torch.cuda, get_device_capability=lambda *_: (9, 0))
+    te = patch.multiple(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
     silence = contextlib.redirect_stdout(io.StringIO())
     with patch.dict(os.environ, environment), gpu, te, warnings.catch_warnings(), silence:
         warnings.simplefilter("ignore")
@@ -409,5 +407,5 @@ def _without_post_init() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for kind in (MLATransformerConfig, TransformerConfig, ModelParallelConfig):  # a base class last
-            stack.enter_context(replaced(kind, __post_init__=lambda self: None))
+            stack.enter_context(patch.multiple(kind, __post_init__=lambda self: None))
         yield
