@@ -9,31 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from megaaccum.schedule.actions import Action, Schedule
 from megaaccum.upstream import pytorch
-
-
-@runtime_checkable
-class SplitBackward(Protocol):
-    """Events of a split backward, for a sharding backend that acts between the flush's first and last action: its input
-    gradient (I) and its weight gradients (W), which may lie many actions apart. Only megaaccum's executor splits;
-    Megatron has no hook of this kind."""
-
-    def after_input_grad(self, chunk: int) -> None:
-        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
-
-    def before_weight_grad(self, chunk: int, last: bool) -> None:
-        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
-
-    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
-
-    def after_weight_grad(self, chunk: int) -> None:
-        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
 
 class Hooks:
@@ -45,9 +26,7 @@ class Hooks:
         self._inside: contextlib.AbstractContextManager[Any] | None = None
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
-        self._split = backend if isinstance(backend, SplitBackward) else None
-        self._sums = getattr(backend, "sums", None)
-        self.add_weight_grad = getattr(backend, "add_weight_grad", pytorch.add_by_autograd)
+        self.add_weight_grad = pytorch.add_by_autograd if backend is None else backend.add_weight_grad
         self._last_input_grad: dict[int, int] = {}
         self._last_weight_grad: dict[int, int] = {}
         for kind, chunk, microbatch in schedule.actions(rank):
@@ -64,24 +43,24 @@ class Hooks:
         self._expect(final=self._last_input_grad[action.chunk] == action.microbatch)
 
     def after_input_grad(self, action: Action) -> None:
-        if self._split is not None:
-            self._split.after_input_grad(action.chunk)
+        if self._backend is not None:
+            self._backend.after_input_grad(action.chunk)
         self.enter()
 
     def before_weight_grad(self, action: Action) -> None:
         last = self._last_weight_grad[action.chunk] == action.microbatch
-        if self._sums is not None:
-            self._sums.begin_weight_grad(action.microbatch)
-        if last and self._backend is not None:
-            self._backend.memory.measure(self._backend.tensors)  # the most sums that wait, of gradients which come in W
+        if self._backend is not None:
+            self._backend.sums.begin_weight_grad(action.microbatch)
+            if last:
+                self._backend.memory.measure(self._backend.tensors)  # the most sums that wait, of gradients W brings
         self._expect(final=last)
-        if self._split is not None:
-            self._split.before_weight_grad(action.chunk, last)
+        if self._backend is not None:
+            self._backend.before_weight_grad(action.chunk, last)
 
     def after_weight_grad(self, action: Action) -> None:
         """After a chunk's last weight gradient its gradients are whole: hand them over, if the backend asks for it."""
-        if self._split is not None:
-            self._split.after_weight_grad(action.chunk)
+        if self._backend is not None:
+            self._backend.after_weight_grad(action.chunk)
         if self._grad_sync is not None and self._last_weight_grad[action.chunk] == action.microbatch:
             self.leave()
             self._grad_sync[action.chunk](self._chunks[action.chunk].parameters())

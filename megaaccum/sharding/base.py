@@ -19,6 +19,7 @@ from megaaccum.observe.memory import HighWater
 from megaaccum.sharding.owner_sums import OwnerSums
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import AnyOrder, MicrobatchSums
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -144,6 +145,21 @@ class ShardingBackend(ABC):
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+
+    # --- a backward in two parts: an input gradient (I) and its weight gradients (W), perhaps many actions apart ---
+
+    def after_input_grad(self, chunk: int) -> None:  # noqa: B027 - nothing to do where gradients are only added up
+        """An I of this rank's chunk number `chunk` is done: gradients of norms, biases and embeddings are there."""
+
+    def before_weight_grad(self, chunk: int, last: bool) -> None:  # noqa: B027
+        """A W of chunk `chunk` begins; last: it is the flush's last of this chunk."""
+
+    def add_weight_grad(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a W: add `grad`, of the weight's whole shape, to the weight's gradient."""
+        pytorch.add_by_autograd(weight, grad)
+
+    def after_weight_grad(self, chunk: int) -> None:  # noqa: B027
+        """A W of chunk `chunk` is done: all gradients of that micro-batch are there."""
 
     # --- the step ---
 

@@ -156,9 +156,6 @@ class DdpBackend(AccumulatingBackend):
 
     # --- a backward in two parts ---
 
-    def after_input_grad(self, chunk: int) -> None:
-        """Nothing to do: gradients are added up."""
-
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         """Let the reducers take the gradients of a chunk's last W, each as it comes.
 
@@ -170,9 +167,6 @@ class DdpBackend(AccumulatingBackend):
             self._expect(self._of_chunk[chunk])
             for ddp in self._open:
                 self._give_zeros(ddp, [param for param in _trainable(ddp) if id(param) not in late])
-
-    def after_weight_grad(self, chunk: int) -> None:
-        """Nothing to do: `reduce_chunk` follows the last."""
 
     def reduce_chunk(self, number: int, params: Iterator[torch.nn.Parameter]) -> None:
         """All-reduce what is left of a chunk whose gradients are all there."""
