@@ -76,13 +76,9 @@ def modules_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> list[str]:
-    """Experts of this rank's chunks that the plan or the groups do not describe."""
-    return [
-        *(problem for chunk in chunks for problem in _config_problems(plan, chunk)),
-        *_mark_problems(plan, chunks),
-        *_group_problems(plan, groups),
-    ]
+def problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Experts of this rank's chunks that the plan does not describe."""
+    return [*(problem for chunk in chunks for problem in _config_problems(plan, chunk)), *_mark_problems(plan, chunks)]
 
 
 def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
@@ -95,13 +91,6 @@ def _config_problems(plan: Plan, chunk: torch.nn.Module) -> Iterator[str]:
             f" {planned}: {f'give Plan.of num_experts={built}' if built else 'leave num_experts out'}"
         )
     elif built is not None:
-        layout = plan.layout
-        for name, size in (("expert_model_parallel_size", layout.ep), ("expert_tensor_parallel_size", layout.etp)):
-            if getattr(config, name) != size:
-                yield (
-                    f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make"
-                    " them equal"
-                )
         if (factor := getattr(config, "moe_expert_capacity_factor", None)) is not None and factor <= 0:
             yield f"moe_expert_capacity_factor {factor:g} of the chunks {moe.DROPS_EVERYTHING}"
         if config.moe_router_topk > built:
@@ -134,21 +123,6 @@ def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[st
                 f" them (ep {ep}, etp {etp}, tp {tp}): build the chunks for this layout"
             )
             return
-
-
-def _group_problems(plan: Plan, groups: Groups) -> Iterator[str]:
-    """Groups of experts that are missing, or not of the plan's sizes."""
-    layout = plan.layout
-    if not has_own_ranks(plan):
-        return
-    for name, size in (("ep", layout.ep), ("expt_tp", layout.etp), ("expt_dp", layout.edp)):
-        group = getattr(groups.collection, name, None)
-        if group is None:
-            yield f"the process group collection lacks {name}, which experts need: give it every group of the layout"
-        elif group.size() != size:
-            yield (
-                f"the {name} group has {group.size()} ranks, but the plan says {size}: give the groups of this layout"
-            )
 
 
 def check_same_on_ranks(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:

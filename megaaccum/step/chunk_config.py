@@ -43,7 +43,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
             chunk.config = _own_config(plan, chunk)
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
     of_configs = [text for chunk in chunks for text in _config_problems(plan, chunk.config)]
-    problems += dict.fromkeys([*experts.problems(plan, groups, chunks), *of_configs])  # chunks share a configuration
+    problems += dict.fromkeys([*experts.problems(plan, chunks), *of_configs])  # chunks share a configuration
     if problems:
         raise ConfigError(problems)
     accept_packed_sequences(chunks)
@@ -133,12 +133,15 @@ def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
     """Groups that are not of the plan's sizes."""
     layout = plan.layout
     wanted = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
-    found = {name: getattr(groups.collection, name).size() for name in wanted}
+    if experts.has_own_ranks(plan):
+        wanted |= {"ep": layout.ep, "expt_tp": layout.etp, "expt_dp": layout.edp}
+    found = {name: getattr(groups.collection, name, None) for name in wanted}
+    sizes = {name: 0 if group is None else group.size() for name, group in found.items()}
     return [
-        f"the {name} group has {found[name]} ranks, but the plan says {size}: give the groups of this layout, or"
-        f" Plan.of(layout=dict({name}=...)) that of the groups"
+        f"the {name} group has {sizes[name]} ranks, but the plan says {size}: give the groups of this layout, every one"
+        " of them, or Plan.of a layout that has the groups' sizes"
         for name, size in wanted.items()
-        if found[name] != size
+        if sizes[name] != size
     ]
 
 
@@ -191,6 +194,8 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
         "pipeline_model_parallel_size": plan.layout.pp,
         "context_parallel_size": plan.layout.cp,
     }
+    if getattr(config, "num_moe_experts", None) is not None:
+        sizes |= {"expert_model_parallel_size": plan.layout.ep, "expert_tensor_parallel_size": plan.layout.etp}
     problems += [
         f"{name} of the chunks' configuration is {getattr(config, name)}, but the plan's is {size}: make them equal"
         for name, size in sizes.items()
