@@ -8,7 +8,7 @@ of all ranks, whatever their number, with the same bits.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,6 @@ import torch.distributed as dist
 MOST_GATHERED = 1 << 27
 """Elements after which another all-gather begins. Of each in turn, twice the memory is needed while its rows are copied
 to the parameters; a larger parameter is not copied."""
-
-
-class Gather(Protocol):
-    """A gather under way. A second wait does nothing."""
-
-    def wait(self) -> object: ...
 
 
 class _Gathering:
@@ -46,8 +40,8 @@ class _Gathering:
         del self._rows
 
 
-class _Together:
-    """Several gathers under way."""
+class Gather:
+    """Gathers under way. A second wait does nothing."""
 
     def __init__(self, gathers: list[_Gathering]):
         self._gathers = gathers
@@ -57,22 +51,10 @@ class _Together:
             self._gathers.pop(0).wait()
 
 
-class Partitioned(Protocol):
-    """Attributes and methods that zero.Init gives a parameter."""
-
-    ds_id: int
-    ds_numel: int
-    ds_shape: torch.Size
-    ds_status: object
-    ds_tensor: torch.Tensor
-    ds_process_group: dist.ProcessGroup
-
-    def partition_numel(self) -> int: ...
-
-
-def partitioned(param: torch.nn.Parameter) -> Partitioned:
-    """`param` by the attributes that zero.Init gave it."""
-    return cast("Partitioned", param)
+def partitioned(param: torch.nn.Parameter) -> Any:
+    """`param` with what zero.Init gave it: ds_id, ds_numel, ds_shape, ds_status, ds_tensor (this rank's part),
+    ds_process_group, and the method partition_numel()."""
+    return param
 
 
 def start_gather(params: list[torch.nn.Parameter]) -> Gather:
@@ -94,7 +76,7 @@ def start_gather(params: list[torch.nn.Parameter]) -> Gather:
             continue
         elements[kind] += marks.ds_numel
         together[kind, elements[kind] // MOST_GATHERED].append(param)
-    return _Together([_Gathering(each) for each in together.values()])
+    return Gather([_Gathering(each) for each in together.values()])
 
 
 def reduce_scatter(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
