@@ -357,27 +357,14 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
             "train_step": self._step.train_steps.recovery.state_dict(),
         }
 
-    # --- parts of a step that `step` takes as one ---
+    def part_of_step(self, *unused: Any) -> Any:
+        """Refuse what of a step `step` alone does: a loop that calls parts would take two."""
+        raise ConfigError(
+            "prepare_grads, step_with_ready_grads, get_grad_norm, clip_grad_norm, count_zeros: step() reduces, takes"
+            " the norm, judges, clips and updates as one; call step(), and read what it returns"
+        )
 
-    def prepare_grads(self) -> bool:
-        raise ConfigError(_ONE_STEP.format("prepare_grads"))
-
-    def step_with_ready_grads(self) -> bool:
-        raise ConfigError(_ONE_STEP.format("step_with_ready_grads"))
-
-    def get_grad_norm(self) -> float:
-        raise ConfigError(_ONE_STEP.format("get_grad_norm"))
-
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        raise ConfigError(_ONE_STEP.format("clip_grad_norm"))
-
-    def count_zeros(self) -> float:
-        raise ConfigError(_ONE_STEP.format("count_zeros"))
-
-
-_ONE_STEP = (
-    "{}: step() reduces, takes the norm, judges, clips and updates as one; call step(), and read what it returns"
-)
+    prepare_grads = step_with_ready_grads = get_grad_norm = clip_grad_norm = count_zeros = part_of_step
 
 
 # --- wrap -----------------------------------------------------------------------------------------------------------
