@@ -139,15 +139,6 @@ def _has_pairs(schedule: str) -> bool:
     return schedule in ("none", "interleaved", "dualpipev") or schedule.endswith(".csv")
 
 
-def group_size(subject: Subject) -> Iterator[str]:
-    """A group size belongs to the interleaved schedule."""
-    if subject.schedule != "interleaved" and subject.given("microbatch_group_size_per_vp_stage"):
-        yield (
-            "microbatch_group_size_per_vp_stage only counts in the interleaved schedule: leave it out, or set"
-            " virtual_pipeline_model_parallel_size."
-        )
-
-
 def chunk_count(subject: Subject) -> Iterator[str]:
     """Keys that give the number of model chunks per rank agree."""
     written = subject.written.parallel

@@ -61,16 +61,7 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
         yield f"an offloaded optimizer has FP32 state: set offload_optimizer to none, {instead}."
 
 
-def deepspeed_only(subject: Subject) -> Iterator[str]:
-    """Some keys are read by a DeepSpeed engine alone."""
-    if subject.sharding.backend == "deepspeed":
-        return
-    names = subject.given("zero_stage", "offload_optimizer", "reduce_bucket_size", "grad_accum_dtype")
-    names += subject.given("grad_reduce_dtype") if subject.sharding.backend == "ddp" else []
-    for name in names:
-        yield (
-            f"{name} needs backend deepspeed, but backend is {subject.sharding.backend}: leave {name} out, or set"
-            " backend to deepspeed."
-        )
-    if subject.deepspeed:
+def deepspeed_block(subject: Subject) -> Iterator[str]:
+    """DeepSpeed's own configuration is read by a DeepSpeed engine alone, as are keys that need backend deepspeed."""
+    if subject.deepspeed and subject.sharding.backend != "deepspeed":
         yield "a deepspeed block needs backend deepspeed: leave the block out, or set backend to deepspeed."

@@ -25,6 +25,9 @@ NEEDED = {
     "optimizer muon|soap": "with optimizer {}: set optimizer to muon or soap",
     "optimizer soap": "with optimizer {}: set optimizer to soap",
     "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
+    "backend deepspeed": "with backend {}: set backend to deepspeed",
+    "backend deepspeed|fsdp2|megatron": "with backend {}: set backend to deepspeed, fsdp2 or megatron",
+    "schedule interleaved": "with schedule {}: set schedule to interleaved",
     "sft": "without conversations: set sft to true",
     "cold_expert_offload": "without cold_expert_offload: set cold_expert_offload to true",
 }

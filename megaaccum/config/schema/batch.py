@@ -40,7 +40,9 @@ class ParallelConfig:
     """Pipeline schedule, or the path of a .csv table. Default, as Megatron: none at pp 1, interleaved when vpp is set,
     else 1f1b. auto: of the built-in ones that are legal here and fit into memory_gib, or the GPU's memory, the one with
     the fastest predicted step."""
-    microbatch_group_size_per_vp_stage: Annotated[int | None, Facts(at_least=1, core=True, planned=True)] = None
+    microbatch_group_size_per_vp_stage: Annotated[
+        int | None, Facts(at_least=1, needs="schedule interleaved", core=True, planned=True)
+    ] = None
     """Consecutive micro-batches of one chunk in the interleaved schedule; default pp."""
     overlap_p2p_comm: Annotated[bool | None, Facts(core=True, planned=True)] = None
     """Overlap stage-to-stage traffic with compute; default: on for the interleaved schedule, as Megatron-LM."""

@@ -15,7 +15,7 @@ class ShardingConfig:
     backend: Literal["deepspeed", "fsdp2", "ddp", "megatron"] = "deepspeed"
     """The library that shards and reduces: a DeepSpeed engine, torch's fully_shard, torch DistributedDataParallel, or
     Megatron's DistributedDataParallel with its distributed optimizer."""
-    zero_stage: Annotated[Literal[1, 2, 3], Facts(planned=True)] = 3
+    zero_stage: Annotated[Literal[1, 2, 3], Facts(needs="backend deepspeed", planned=True)] = 3
     """DeepSpeed ZeRO stage."""
     sync: Annotated[Literal["auto", "resident", "streaming"], Facts(planned=True)] = "auto"
     """resident: parameters gathered once per step, gradients reduced once per step. streaming (ZeRO-3, FSDP2): both
@@ -41,9 +41,9 @@ class ShardingConfig:
     reproducible_context_blocks: Annotated[int | None, Facts(at_least=1, needs="reproducible layout")] = None
     """Blocks of each sequence in which layers compute, with reproducible layout: a power of two. Every
     context_parallel_size that divides it has the same bits. Default: context_parallel_size."""
-    reduce_bucket_size: Annotated[int, Facts(at_least=1)] = 50_000_000
+    reduce_bucket_size: Annotated[int, Facts(at_least=1, needs="backend deepspeed")] = 50_000_000
     """Elements reduced in one collective. A step's last is under no compute; DeepSpeed allocates as much in full."""
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_optimizer: Annotated[Literal["none", "cpu"], Facts(needs="backend deepspeed")] = "none"
     """The place of DeepSpeed's optimizer state and of its optimizer step."""
     cold_expert_offload: bool = False
     """Between micro-batches, keep the gradients of experts that few tokens reach in host memory (pinned, with a GPU);
@@ -59,9 +59,9 @@ class ShardingConfig:
     params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Another way to give it; fp64 only with the ddp and fsdp2 backends. Default: what bf16 / fp16 give, else bf16 if
     this machine's GPU has it and fp32 otherwise; fp32 for a model of your own (Plan.of)."""
-    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    grad_accum_dtype: Annotated[Literal["fp32", "bf16"], Facts(needs="backend deepspeed")] = "fp32"
     """Precision in which gradients of micro-batches are added."""
-    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    grad_reduce_dtype: Annotated[Literal["fp32", "bf16"], Facts(needs="backend deepspeed|fsdp2|megatron")] = "fp32"
     """Precision in which gradients cross ranks. bf16 with reproducible layout (ZeRO-3) rounds each partial sum."""
     optimizer_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of master weights and moments; bf16 rounds every update to 8 bits of mantissa, small ones to nothing

@@ -35,7 +35,7 @@ BROKEN: list[Case] = [
     ("schedule", 1, dict(schedule="1f1b"), ["schedule 1f1b", "leave schedule out"]),
     ("schedule", 2, PP2 | dict(schedule="interleaved"), ["virtual_pipeline_model_parallel_size"]),
     ("schedule", 2, PP2 | dict(schedule="1f1b", virtual_pipeline_model_parallel_size=2), ["is 2", "interleaved"]),
-    ("group_size", 2, PP2 | dict(microbatch_group_size_per_vp_stage=2), ["interleaved", "leave it out"]),
+    ("without_effect", 2, PP2 | dict(microbatch_group_size_per_vp_stage=2), ["1f1b", "interleaved", "leave it out"]),
     ("chunk_count", 2, PP2 | dict(num_layers_per_virtual_pipeline_stage=3), ["num_layers 8", "= 6", "6 or 12"]),
     (
         "chunk_count",
