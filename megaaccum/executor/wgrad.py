@@ -270,7 +270,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, at: _Operands) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.at, ctx.has_bias = at, bias is not None
-        whole = _gather(input, at.tp) if at.sequence_parallel else input
+        whole = input
+        if at.sequence_parallel:
+            whole, work = start_gather(input, at.tp)
+            work.wait()
         output = torch.matmul(whole, at.weight.t())
         return output if bias is None else output + bias
 
@@ -303,15 +306,9 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
     return grad, None
 
 
-def _gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> torch.Tensor:
-    """The whole sequence of `part` [sequence / tp, ...]."""
+def start_gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work]:
+    """The whole sequence of `part` [sequence / tp, ...], and what is waited for before it is read."""
     assert tp is not None
-    whole, work = start_gather(part, tp)
-    work.wait()
-    return whole
-
-
-def start_gather(part: torch.Tensor, tp: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
     whole = part.new_empty(part.shape[0] * tp.size(), *part.shape[1:])
     work = dist.all_gather_into_tensor(whole, part.contiguous(), group=tp, async_op=True)
     assert work is not None

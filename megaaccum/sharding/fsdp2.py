@@ -201,9 +201,7 @@ class Fsdp2Backend(ShardingBackend):
 
     # --- a backward in two parts ---
 
-    def after_input_grad(self, chunk: int) -> None:
-        """No-op: FSDP2's hooks treated I as the whole backward, added up its gradients and, with streaming, resharded
-        the unit's parameters."""
+    # In I FSDP2's hooks take it for the whole backward: they add up its gradients and, with streaming, reshard.
 
     def before_weight_grad(self, chunk: int, last: bool) -> None:
         root, final = self._roots[chunk], last and self._last_flush

@@ -10,7 +10,7 @@ a node on when its children arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -231,28 +231,18 @@ class MicrobatchSums(AnyOrder):
 
     The micro-batch whose forward or backward begins is announced. A parameter's gradient is taken from it after each
     backward, and given back as the sum when the last has come; where this rank's run is several subtrees, as that of
-    the first, and `others` has the rest. rounded: as SumTree's. rank, ranks: among those that each have a run.
-    blocks, cp: as those of Runs. sources: as its, of experts with ranks of their own. Gradients of each of a
-    rank's runs come from its number (`wgrad.tokens_from`).
+    the first, and `others` has the rest. rounded: as SumTree's. runs: of all ranks, whatever micro-batches each has;
+    its `sources` are those of experts with ranks of their own. rank: this one's number among them. Gradients of each of
+    a rank's runs come from its number (`wgrad.tokens_from`).
     """
 
     in_one_order = True
 
-    def __init__(
-        self,
-        rounded: torch.dtype | None = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        blocks: int = 1,
-        cp: int = 1,
-        sources: int = 1,
-    ) -> None:
+    def __init__(self, rounded: torch.dtype | None = None, runs: Runs | None = None, rank: int = 0):
         self.rounded = rounded
         self.count = 1
         """This rank's micro-batches of the step."""
-        self._rank, self._ranks = rank, ranks
-        self._blocks, self._cp, self._sources = blocks, cp, sources
+        self._runs, self._rank = runs or Runs(1, 1), rank
         self._first = self._forward = 0
         self._trees: dict[int, SumTree] = {}
         self._done: set[int] = set()
@@ -268,14 +258,13 @@ class MicrobatchSums(AnyOrder):
         rounded = torch.bfloat16 if sharding.grad_reduce_dtype == "bf16" else None
         if not plan.in_runs:
             return cls(rounded)
-        dense, blocks = groups.dp_cp, sharding.reproducible_context_blocks or 1
-        cp, ep = plan.layout.cp, plan.layout.ep
-        return cls(rounded, rank=dense.rank(), ranks=dense.size(), blocks=blocks, cp=cp, sources=ep)
+        blocks, ranks = sharding.reproducible_context_blocks or 1, groups.dp_cp.size()
+        return cls(rounded, Runs(1, ranks, blocks, plan.layout.cp, plan.layout.ep), groups.dp_cp.rank())
 
     def _runs_of(self, param: torch.nn.Parameter | None) -> tuple[Runs, int]:
         """The runs of the ranks that hold a parameter, and which of them is this rank's."""
-        sources = self._sources if param is not None and names.is_expert(param) else 1
-        return Runs(self.count, self._ranks, self._blocks, self._cp, sources), self._rank // sources
+        sources = self._runs.sources if param is not None and names.is_expert(param) else 1
+        return replace(self._runs, each=self.count, sources=sources), self._rank // sources
 
     def num_parts(self, param: torch.nn.Parameter | None = None) -> int:
         """Number of sums of this rank's runs of gradients of `param`, by default of a dense parameter."""

@@ -33,20 +33,22 @@ def check() -> list[str]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    problems = [] if "return layer._forward_mlp(" in inspect.getsource(plans) else ["plans norm dense layers' outputs"]
+    wanted: list[tuple[Any, str, str]] = [
+        (plans, "return layer._forward_mlp(", "plans norm dense layers' outputs"),
+        (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection(",
+         "MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection"),
+        (_ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle",
+         "_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle"),
+        (DistributedDataParallel, ".register_grad_ready(",
+         "DistributedDataParallel calls no register_grad_ready when it has added a gradient"),
+    ]  # fmt: skip
+    keywords = ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel=")
+    for cls in (ColumnParallelLinear, RowParallelLinear):
+        wanted += [(cls.forward, name, f"{cls.__name__}.forward has no {name}") for name in keywords]
+    sources = {owner: inspect.getsource(owner) for owner in {owner for owner, *_ in wanted}}
+    problems = [text for owner, name, text in wanted if name not in sources[owner]]
     if not {"_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"} <= held_groups().keys():
         problems.append("parallel_state does not hold its groups in globals")
-    if "self._qkv_down_projection(" not in inspect.getsource(MLASelfAttention.get_query_key_value_tensors):
-        problems.append("MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection")
-    if "self.grad_reduce_handle" not in inspect.getsource(_ParamAndGradBucketGroup.start_grad_sync):
-        problems.append("_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle")
-    if ".register_grad_ready(" not in inspect.getsource(DistributedDataParallel):
-        problems.append("DistributedDataParallel calls no register_grad_ready when it has added a gradient")
-    for cls in (ColumnParallelLinear, RowParallelLinear):
-        source = inspect.getsource(cls.forward)
-        for name in ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel="):
-            if name not in source:
-                problems.append(f"{cls.__name__}.forward has no {name}")
     return problems
 
 

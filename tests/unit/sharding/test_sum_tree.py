@@ -162,7 +162,7 @@ def test_the_runs_of_ranks_that_send_to_one_make_the_same_tree(each, dp, cp, blo
 
 def test_a_rank_whose_run_is_no_subtree_gives_its_sums_apart():
     """Rank 1 of three, with four micro-batches each: of twelve, 4 and 5 have a node, 6 and 7 are in two others."""
-    sums, param, parts = MicrobatchSums(rank=1, ranks=3), torch.nn.Parameter(torch.zeros(7)), leaves(12)
+    sums, param, parts = MicrobatchSums(runs=Runs(1, 3), rank=1), torch.nn.Parameter(torch.zeros(7)), leaves(12)
     sums.count = 4
     for index in (2, 0, 3, 1):
         sums.begin_backward(0, index)
