@@ -295,7 +295,7 @@ def _check_size(current: Path, stored: pieces.StoredPieces, backend: ShardingBac
     raise printed_once(
         CheckpointError(
             f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}: the model has no"
-            f" {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+            f" {listed(names)}"
         )
     )
 
@@ -309,12 +309,12 @@ def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> s
         _BUFFER + name: buffer.shape for name, buffer in buffers.items() if had_fp8 or not name.startswith("fp8/")
     }
     if missing := sorted(shapes.keys() - stored.keys()):
-        raise CheckpointError(f"{current} lacks {', '.join(missing[:_SHOWN])}")
+        raise CheckpointError(f"{current} lacks {listed(missing)}")
     wrong = [f"{key[len(_BUFFER) :]} {tuple(stored[key].size)}" for key in shapes if stored[key].size != shapes[key]]
     if wrong:
         raise CheckpointError(
-            f"{current} has histories of another length ({', '.join(wrong[:2])}{', ...' if len(wrong) > 2 else ''}):"
-            " set fp8_amax_history_len back, or no_load to true to start afresh"
+            f"{current} has histories of another length ({listed(wrong)}): set fp8_amax_history_len back, or no_load to"
+            " true to start afresh"
         )
     return set(shapes)
 
@@ -327,8 +327,6 @@ def _copy_into(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 _BUFFER, _RNG = "buffer/", "rng/"
-_SHOWN = 4
-"""Names that a message lists."""
 
 
 def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:

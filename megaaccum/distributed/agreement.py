@@ -164,8 +164,7 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
         if each:
             said.setdefault(each[1], []).append(rank)
     texts = [text if len(ranks) == len(everyone) else f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
-    texts[MOST_SHOWN:] = [f"and {len(texts) - MOST_SHOWN} more errors"] if len(texts) > MOST_SHOWN else []
-    raise printed_once(kind("\n".join(texts))) from problem
+    raise printed_once(kind(listed(texts, "\n", most=MOST_SHOWN))) from problem
 
 
 def printed_once[E: MegaaccumError](error: E) -> E:
@@ -191,12 +190,11 @@ def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[st
     keys = [key for key in dict.fromkeys(key for each in said for key in each) if len({e.get(key) for e in said}) > 1]
     if not keys:
         return describe("the plan", [f"digest {value:x}" for value in values])
-    texts = [describe(key, [each.get(key, "nothing") for each in said]) for key in keys[:MOST_SHOWN]]
-    more = f"; and about {len(keys) - MOST_SHOWN} more keys" if len(keys) > MOST_SHOWN else ""
-    return "; ".join(texts) + more + ". Start every rank with the same configuration"
+    texts = (describe(key, [each.get(key, "nothing") for each in said]) for key in keys)
+    return f"{listed(texts, '; ', most=MOST_SHOWN)}. Start every rank with the same configuration"
 
 
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}" + (", ..." if len(ranks) > MOST_SHOWN else "")
+    return f"ranks {listed(ranks, most=MOST_SHOWN)}"

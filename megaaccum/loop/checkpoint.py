@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megaaccum.checkpoint import pieces
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, listed
 from megaaccum.model import names
 from megaaccum.sharding import ShardingBackend
 from megaaccum.sharding.base import StatePiece
@@ -59,7 +59,7 @@ def load_weights(backend: ShardingBackend, chunk: torch.nn.Module, state: dict[s
     into the chunk. Raises CheckpointError if a parameter is missing."""
     own = [name for name, _ in chunk.named_parameters()]
     if strict and (missing := [name for name in own if name not in state]):
-        raise CheckpointError(f"the weights lack {', '.join(missing[:3])}: they are of another model")
+        raise CheckpointError(f"the weights lack {listed(missing)}: they are of another model")
     copy_in(backend, {names.global_name(chunk, name): state[name] for name in own if name in state})
     chunk.load_state_dict({name: each for name, each in state.items() if name not in own}, strict=False)
 
@@ -108,7 +108,7 @@ def load_state(backend: ShardingBackend, groups: Groups, state: dict[str, Any]) 
     read = state[STATE]
     parts = {key: tensor for key, _, tensor in _parts(backend, groups)}
     if missing := sorted(parts.keys() - read.keys()):
-        raise CheckpointError(f"the optimizer state lacks {', '.join(missing[:3])}: it is of another model or layout")
+        raise CheckpointError(f"the optimizer state lacks {listed(missing)}: it is of another model or layout")
     for key, tensor in parts.items():
         tensor.copy_(read[key])
 

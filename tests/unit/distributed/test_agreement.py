@@ -47,7 +47,7 @@ def test_errors_of_thousands_of_ranks_are_cut():
     with (
         mock.patch.object(agreement, "any_rank", return_value=True),
         mock.patch.object(agreement, "gathered", return_value=errors),
-        pytest.raises(ConfigError, match="and 4992 more errors") as raised,
+        pytest.raises(ConfigError, match="and 4992 more") as raised,
     ):
         agreement.raise_together(ConfigError("host 0 has no file"))
     assert len(str(raised.value).splitlines()) == MOST_SHOWN + 1
