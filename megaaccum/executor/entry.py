@@ -56,9 +56,9 @@ def get_forward_backward_func(
     Raises ScheduleError (a ConfigError) for a schedule that is not known. The number of pipeline ranks and of
     micro-batches is only known when the function is called, which then raises for those.
     """
-    name = config if isinstance(config, str) else config.layout.schedule
+    name, plan = (config, None) if isinstance(config, str) else (config.layout.schedule, config)
     if allow_underfilled_pipeline is None:
-        allow_underfilled_pipeline = not isinstance(config, str) and config.config.batch.allow_underfilled_pipeline
+        allow_underfilled_pipeline = plan is not None and plan.config.batch.allow_underfilled_pipeline
     if name == "none" or not (own or by_executor(name)):
         from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
 
@@ -67,19 +67,7 @@ def get_forward_backward_func(
             pp_size=1 if name == "none" else 2, vp_size=2 if name == "interleaved" else None
         )
         return found if allow_underfilled_pipeline or name == "none" else partial(_when_filled, found)
-    group_size = timeout_minutes = None
-    if not isinstance(config, str):
-        group_size = config.config.parallel.microbatch_group_size_per_vp_stage
-        timeout_minutes = config.config.parallel.distributed_timeout_minutes
-        trace = trace or config.config.run.schedule_trace
-    return ForwardBackward(
-        name,
-        fused=fused,
-        group_size=group_size,
-        trace=trace,
-        timeout_minutes=timeout_minutes,
-        allow_underfilled_pipeline=allow_underfilled_pipeline,
-    )
+    return ForwardBackward(name, plan, fused, trace, allow_underfilled=allow_underfilled_pipeline)
 
 
 def _when_filled(run: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
@@ -109,17 +97,14 @@ class ForwardBackward:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        fused: FusedPass | None = None,
-        group_size: int | None = None,
-        trace: str | None = None,
-        timeout_minutes: float | None = None,
-        allow_underfilled_pipeline: bool = True,
+        self, name: str, plan: Plan | None, fused: FusedPass | None, trace: str | None, *, allow_underfilled: bool
     ):
-        self._timeout_minutes, self._allow_underfilled = timeout_minutes, allow_underfilled_pipeline
-        self.name, self._fused, self._group_size, self._trace = name, fused, group_size, trace
+        self.name, self._fused, self._trace, self._allow_underfilled = name, fused, trace, allow_underfilled
+        self._group_size = self._timeout_minutes = None
+        if plan is not None:
+            self._group_size = plan.config.parallel.microbatch_group_size_per_vp_stage
+            self._timeout_minutes = plan.config.parallel.distributed_timeout_minutes
+            self._trace = trace or plan.config.run.schedule_trace
         self._flushes = 0
         self._has_run: set[bool] = set()
         """Whether flushes without (True) and with a backward have run."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megaaccum.config import lr_scaling, lr_spans
 from megaaccum.config.batch_ramp import BatchRamp
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 ParamGroup = dict[str, Any]
-
-Differing = Literal["error", "configuration", "checkpoint"]
-"""Which schedule holds where that of a checkpoint differs from the configuration's."""
 
 KEY_OF_STATE = {key.facts.lr_state: key for key in all_keys().values() if key.facts.lr_state}
 """Which key of the configuration decides each number of the schedule's state."""
@@ -40,19 +36,13 @@ class LrSchedule:
     The rate of the first step is `lr_warmup_init` where there is a warm-up. Same on every rank.
     """
 
-    def __init__(
-        self,
-        scheduler: OptimizerParamScheduler,
-        config: Config,
-        ramp: BatchRamp,
-        *,
-        differing: Differing = "error",
-        factor_of: Callable[[int], float] = lambda size: 1.0,
-    ):
+    def __init__(self, scheduler: OptimizerParamScheduler, config: Config, ramp: BatchRamp):
         """ramp: the batch of each step, by which the steps of `config` were laid out as samples."""
         self._scheduler, self._config, self._laid_out_by = scheduler, config, ramp
-        self._differing = differing
-        self._factor_of, self._factor = factor_of, 1.0
+        self._of_checkpoint = config.run.use_checkpoint_opt_param_scheduler
+        self._of_config = config.run.override_opt_param_scheduler or "lr_schedule" in config.run.override
+        """Which schedule holds where that of a checkpoint differs from the configuration's: an error if neither."""
+        self._whole, self._factor = ramp.intervals[-1][1], 1.0
         self.scale_to_batch(ramp.size_at(0))
 
     @property
@@ -78,7 +68,7 @@ class LrSchedule:
     def scale_to_batch(self, batch_size: int) -> None:
         """The next step takes `batch_size` sequences: where the learning rate follows the batch of the step
         (lr_scaling_follows_rampup), set every group's."""
-        factor = self._factor_of(batch_size)
+        factor = lr_scaling.step_factor(self._config.optimizer, batch_size, self._whole)
         if factor != 1.0 or self._factor != 1.0:
             self._factor = factor
             for group in self._scheduler.optimizer.param_groups:
@@ -102,9 +92,9 @@ class LrSchedule:
 
         Raises CheckpointError, and changes nothing, where there are `differences`.
         """
-        if self._differing == "error" and (problems := self.differences(state)):
+        if not (self._of_checkpoint or self._of_config) and (problems := self.differences(state)):
             raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
-        if self._differing != "configuration":
+        if self._of_checkpoint or not self._of_config:
             self._laid_out_by = _ramp_of(state)
             for name in KEY_OF_STATE:
                 setattr(self._scheduler, name, state[name])
@@ -119,7 +109,7 @@ class LrSchedule:
         if missing:
             what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
             return {what: "it is damaged, or not one of megaaccum"}
-        if self._differing == "checkpoint":
+        if self._of_checkpoint:
             return {}
         ramp = _ramp_of(state)
         mine = scheduler_arguments(self._config, ramp)
@@ -164,13 +154,7 @@ def build(optimizer: HasParamGroups, config: Config, ramp: BatchRamp) -> LrSched
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    scheduler = OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp))
-    run = config.run
-    ours = "configuration" if run.override_opt_param_scheduler or "lr_schedule" in run.override else "error"
-    differing: Differing = "checkpoint" if run.use_checkpoint_opt_param_scheduler else ours  # type: ignore[assignment]
-    whole = ramp.intervals[-1][1]
-    factor_of = partial(lr_scaling.step_factor, config.optimizer, whole=whole)
-    return LrSchedule(scheduler, config, ramp, differing=differing, factor_of=factor_of)
+    return LrSchedule(OptimizerParamScheduler(optimizer, **scheduler_arguments(config, ramp)), config, ramp)
 
 
 def scheduler_arguments(config: Config, ramp: BatchRamp) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -28,7 +27,6 @@ from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, 
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.fp32_sums import Fp32Sums, SumsOfKernels
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
-from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, pytorch, zero, zero12
 
 
@@ -92,16 +90,12 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def _driver(self, plan: Plan) -> zero.Zero3 | zero12.Zero12:
         """The driver that fits the engine's ZeRO stage and the order of sums."""
-        sharding, order = plan.config.sharding, order_of(plan, self._groups.dp_cp)
-        accumulate_in, bucket = names.DTYPES[sharding.grad_accum_dtype], sharding.reduce_bucket_size
-        if sharding.zero_stage == 3:
-            if order is None:
-                return zero.Zero3(self.engine)
-            return Zero3InOneOrder(self.engine, experts.ReducerByRanks(plan, self._groups, self.sums), bucket)
-        if order is None:
-            return zero12.Zero12(self.engine, accumulate_in)
-        order_over = partial(order_of, plan)
-        return Zero12InOneOrder(self.engine, self._groups, accumulate_in, order_over, self.sums, bucket)
+        if plan.config.sharding.deterministic:  # as with reproducible layout
+            kind = Zero3InOneOrder if plan.config.sharding.zero_stage == 3 else Zero12InOneOrder
+            return kind(self.engine, plan, self._groups, self.sums)
+        if plan.config.sharding.zero_stage == 3:
+            return zero.Zero3(self.engine)
+        return zero12.Zero12(self.engine, names.DTYPES[plan.config.sharding.grad_accum_dtype])
 
     # --- Megatron's five hooks ---
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
 from megaaccum.model import names
 from megaaccum.sharding.experts import ReducerByRanks
-from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows
+from megaaccum.sharding.sum_tree import AnyOrder, Order, SumTree, exchange_rows, order_of
 from megaaccum.upstream import zero, zero12
 
 OtherSums = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -62,9 +63,9 @@ class _InOneOrder(zero.ZeroDriver):
 class Zero3InOneOrder(_InOneOrder, zero.Zero3):
     """ZeRO-3, where a rank owns a part of every parameter."""
 
-    def __init__(self, engine: Any, reducer: ReducerByRanks, bucket: int):
-        super().__init__(engine, bucket=bucket)
-        self._reducer = reducer
+    def __init__(self, engine: Any, plan: Plan, groups: Groups, sums: AnyOrder):
+        super().__init__(engine, bucket=plan.config.sharding.reduce_bucket_size)
+        self._reducer = ReducerByRanks(plan, groups, sums)
 
     def _send(self, params: list[torch.nn.Parameter]) -> None:
         self._reducer.add([(param, self.accumulator(param)) for param in params])
@@ -78,17 +79,10 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
     """ZeRO-1 and -2, where a rank owns a run of each group of parameters, so that most parameters are summed on one
     rank."""
 
-    def __init__(
-        self,
-        engine: Any,
-        groups: Groups,
-        accumulate_in: torch.dtype,
-        order: Callable[[dist.ProcessGroup], Order | None],
-        sums: AnyOrder,
-        bucket: int,
-    ):
-        super().__init__(engine, accumulate_in, bucket=bucket)
-        self._groups, self._order, self._sums = groups, order, sums
+    def __init__(self, engine: Any, plan: Plan, groups: Groups, sums: AnyOrder):
+        sharding = plan.config.sharding
+        super().__init__(engine, names.DTYPES[sharding.grad_accum_dtype], bucket=sharding.reduce_bucket_size)
+        self._plan, self._groups, self._sums = plan, groups, sums
 
     def _cut(self, param: torch.nn.Parameter) -> list[list[torch.Tensor]]:
         """Each rank's part of each of this one's partial sums of the gradient."""
@@ -100,7 +94,7 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
     def _send(self, params: list[torch.nn.Parameter]) -> None:
         """Make one all-to-all that sends each rank that holds the parameters its part of their gradients."""
         group = names.dp_group(params[0], self._groups)
-        order = self._order(group)
+        order = order_of(self._plan, group)
         assert order is not None
         cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
         parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
