@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 
 class MegaaccumError(Exception):
@@ -19,6 +19,11 @@ class MegaaccumError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+    def printed_once(self) -> Self:
+        """This error, which every rank is about to raise, marked so that rank 0 alone prints it."""
+        self.printed_by = "rank 0"
+        return self
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

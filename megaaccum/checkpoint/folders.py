@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.agreement import raise_together
 from megaaccum.errors import CheckpointError
 from megaaccum.platform.files import free_bytes, open_regular, replace_text, set_aside, sync
 from megaaccum.texts import parse_json
@@ -208,7 +208,7 @@ class Files:
         what = f"the checkpoint of step {self._progress.step} could not be written: {cause(error)}"
         free = "unknown bytes" if self._free < 0 else amount(self._free)
         space = f"{free} were free in {self._folder}, the checkpoint's tensors are {amount(self._num_bytes)}"
-        return printed_once(UnwrittenCheckpoint(f"{what} ({space}); {still}"))
+        return UnwrittenCheckpoint(f"{what} ({space}); {still}").printed_once()
 
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

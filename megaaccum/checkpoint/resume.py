@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.checkpoint.folders import DamagedCheckpoint, resume_candidates
-from megaaccum.distributed.agreement import assert_same_on_ranks, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.errors import CheckpointError, listed
 
 
@@ -43,7 +43,7 @@ def first_good[Loaded](
     if not problems:
         return None
     remedy = f"{folder} holds no other whole checkpoint: set no_load to true to start afresh"
-    raise printed_once(CheckpointError("\n".join([*problems, remedy])))
+    raise CheckpointError("\n".join([*problems, remedy])).printed_once()
 
 
 def changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:

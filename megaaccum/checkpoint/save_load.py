@@ -32,7 +32,7 @@ from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.config import Plan
 from megaaccum.config.keys import values_where
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import gathered, printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError, listed
 from megaaccum.model.sizes import padded_vocab_size
@@ -292,12 +292,9 @@ def _check_size(current: Path, stored: pieces.StoredPieces, backend: ShardingBac
     if int(total) == stored.numel:
         return
     names = sorted(stored.names.difference(*gathered({piece.name for piece in mine}, groups.host)))
-    raise printed_once(
-        CheckpointError(
-            f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}: the model has no"
-            f" {listed(names)}"
-        )
-    )
+    raise CheckpointError(
+        f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}: the model has no {listed(names)}"
+    ).printed_once()
 
 
 def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> set[str]:

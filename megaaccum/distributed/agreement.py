@@ -60,7 +60,7 @@ def check_agreement(
         _raise_each(problem)
     if differing := [name for name in facts if len(set(columns[name])) > 1]:
         texts = [_disagreement(name, columns[name], details) for name in differing]
-        raise printed_once(RankDisagreement("; ".join(texts)))
+        raise RankDisagreement("; ".join(texts)).printed_once()
     is_usual = all(set(columns[name]) == {value} for name, value in expected.items())
     return Agreed(any(columns["stop"]), {} if is_usual else {name: columns[name] for name in told}, sums)
 
@@ -113,7 +113,7 @@ def assert_same_on_ranks(what: str, value: str) -> None:
     over the world."""
     if _compared(value)[0]:
         return
-    raise printed_once(RankDisagreement(describe(what, gathered(value))))
+    raise RankDisagreement(describe(what, gathered(value))).printed_once()
 
 
 def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,13 +164,7 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
         if each:
             said.setdefault(each[1], []).append(rank)
     texts = [text if len(ranks) == len(everyone) else f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
-    raise printed_once(kind(listed(texts, "\n", most=MOST_SHOWN))) from problem
-
-
-def printed_once[E: MegaaccumError](error: E) -> E:
-    """`error`, which every rank is about to raise, marked so that rank 0 alone prints it."""
-    error.printed_by = "rank 0"
-    return error
+    raise kind(listed(texts, "\n", most=MOST_SHOWN)).printed_once() from problem
 
 
 def describe(name: str, values: Sequence[object]) -> str:

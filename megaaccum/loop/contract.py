@@ -28,7 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.groups import default_collection, share_reports
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError
@@ -121,7 +121,7 @@ class LoopStep:
         if not self._in_flush:
             return
         if self._per_token and self.plan.layout.placement == "v":
-            raise printed_once(ConfigError(_V_AND_THEIRS.format(self.plan.layout.schedule)))
+            raise ConfigError(_V_AND_THEIRS.format(self.plan.layout.schedule)).printed_once()
         self.finalize(num_tokens=0.0 if self._per_token else None)
         for chunk in self.chunks:
             for param in chunk.parameters():
@@ -226,19 +226,17 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         backend = self._step.backend
         if not backend.can_defer:
             name = self._step.plan.config.sharding.backend
-            raise printed_once(
-                ConfigError(
-                    f"start_grad_sync: backend {name} reduces inside the last backward alone: run that one outside"
-                    " no_sync, and leave this call out"
-                )
-            )
+            raise ConfigError(
+                f"start_grad_sync: backend {name} reduces inside the last backward alone: run that one outside"
+                " no_sync, and leave this call out"
+            ).printed_once()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """End the flush."""
         if force_all_reduce:
-            raise printed_once(
-                ConfigError("force_all_reduce (save_wgrads_interval) needs whole gradients: leave it out")
-            )
+            raise ConfigError(
+                "force_all_reduce (save_wgrads_interval) needs whole gradients: leave it out"
+            ).printed_once()
         self._step.finish_grad_sync()
 
     def scale_gradients(self, scaling_factor: float) -> None:

@@ -24,7 +24,6 @@ from megaaccum.config.megatron_arguments import (
     optimizer_of,
     repeats_to_the_bit,
 )
-from megaaccum.distributed.agreement import printed_once
 from megaaccum.distributed.start import groups_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.contract import get_forward_backward_func, wrap
@@ -105,7 +104,7 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     chosen, notes, problems = optimizer_of(args, flags)
     problems += [row.text(shown) for row, shown in rows if shown and row.loop == "refuse"]
     if problems:
-        raise printed_once(ConfigError(problems))
+        raise ConfigError(problems).printed_once()
     notes += [row.text(shown) for row, shown in rows if shown and row.loop == "note"]
     values = {name: getattr(args, name) for name in HONOURED} | _translated(args, flags, keys, notes)
     if not args.num_experts:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaaccum.config import Plan
 from megaaccum.config.schema import OptimizerConfig
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import ConfigError, as_product
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
@@ -53,15 +53,13 @@ def mark_matrices(plan: Plan, chunks: list[torch.nn.Module]) -> set[str]:
     dist.all_reduce(counts)
     total, *fits = counts.tolist()
     if idle := [pattern for pattern, count in zip(patterns, fits, strict=True) if not count]:
-        raise printed_once(
-            ConfigError(f"muon_matrices: {', '.join(idle)} fits no trained parameter: correct it, or leave it out")
-        )
+        raise ConfigError(
+            f"muon_matrices: {', '.join(idle)} fits no trained parameter: correct it, or leave it out"
+        ).printed_once()
     if not total:
-        raise printed_once(
-            ConfigError(
-                f"optimizer {keys.optimizer}: no trained parameter is a weight matrix of a layer: set optimizer to adam"
-            )
-        )
+        raise ConfigError(
+            f"optimizer {keys.optimizer}: no trained parameter is a weight matrix of a layer: set optimizer to adam"
+        ).printed_once()
     raise_on_all_ranks(_mark, plan, wanted, chunks)
     return wanted
 

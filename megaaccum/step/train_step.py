@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import any_rank, printed_once, raise_together
+from megaaccum.distributed.agreement import any_rank, raise_together
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
@@ -266,7 +266,7 @@ class TrainStep:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
         if problem := self.backend.sums.missing(opened.num_microbatches):
             self.roll_back(opened)
-            raise printed_once(StepError(f"step {opened.step}: {problem}"))
+            raise StepError(f"step {opened.step}: {problem}").printed_once()
         self.observer.phase("reduce")
         self.backend.finish_reduction()
         return self.measure(opened)
@@ -402,7 +402,7 @@ class TrainStep:
                 raise
             opened, self.opened = self.opened, None
             if opened is None:
-                raise printed_once(StepError(f"step {step} has no gradient: call forward_backward before optim_step"))
+                raise StepError(f"step {step} has no gradient: call forward_backward before optim_step").printed_once()
             attempt = self.reduce_and_measure(opened)
             verdict = self.judge(opened, attempt)
             self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
@@ -416,7 +416,7 @@ class TrainStep:
         the loss scale. Raises ConfigError with `reproducible: layout`, which has to know which micro-batch runs.
         """
         if self.backend.sums.in_one_order:
-            raise printed_once(ConfigError("reproducible layout needs a step of megaaccum's own: set it to none"))
+            raise ConfigError("reproducible layout needs a step of megaaccum's own: set it to none").printed_once()
         if self.opened is None:
             self.opened = self.open(self.transaction.step + 1, lambda: world_sums.divisor_at_commit(self, expected))
         if self.opened.reduced:
@@ -462,7 +462,7 @@ class TrainStep:
         """Make the next step's gradient, which the backend's `shards` then show. batch: how these micro-batches are
         cut, default as planned. sample_index: the number in the global batch of each, if it is not the planned one."""
         if self.opened is not None:
-            raise printed_once(StepError(f"step {self.opened.step} is open: end it with optim_step before a trial"))
+            raise StepError(f"step {self.opened.step} is open: end it with optim_step before a trial").printed_once()
         self._trial_batch = batch
         try:
             found = self._whole(microbatches)

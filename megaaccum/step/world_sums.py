@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.distributed.agreement import printed_once, raise_together
+from megaaccum.distributed.agreement import raise_together
 from megaaccum.distributed.sums import post_sums, sums_over_ranks
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
@@ -127,7 +127,7 @@ def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt
 def refuse_weights(bad: float, why: str = "a weight that is negative or not a number") -> None:
     """Raise StepError if loss functions gave micro-batches, `bad` over all ranks, what cannot be a weight."""
     if bad:
-        raise printed_once(StepError(f"{bad:.0f} micro-batches have {why}: fix the loss function"))
+        raise StepError(f"{bad:.0f} micro-batches have {why}: fix the loss function").printed_once()
 
 
 def noise_report(steps: TrainStep, verdict: Attempt) -> dict[str, float]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megaaccum.config.resolve import flush_problems
 from megaaccum.config.rules.step import is_random, verifies_start
-from megaaccum.distributed.agreement import gathered, printed_once, raise_together
+from megaaccum.distributed.agreement import gathered, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
 from megaaccum.lab.verification.relations import CLOSE, name_of_factor, sizes_of
@@ -71,10 +71,12 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     theirs, sample_index = _otherwise(engine, data, planned, other)
     second = _gradient(engine, theirs, other, sample_index)
     if second is None:
-        raise printed_once(StepError(_failed("its gradient is finite as planned but not in the other", planned, other)))
+        raise StepError(
+            _failed("its gradient is finite as planned but not in the other", planned, other)
+        ).printed_once()
     distance = compare(plan, first, second, planned, other)
     if distance.problem:
-        raise printed_once(StepError(distance.problem))
+        raise StepError(distance.problem).printed_once()
     engine.verified = layout_of(plan)
     return (
         f"verify_at_start: {len(first.names)} parameters, at most {distance.error:.1e} apart in two splits of"

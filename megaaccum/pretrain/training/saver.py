@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megaaccum.checkpoint import resume, save_load
 from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates, step_of
 from megaaccum.distributed import groups
-from megaaccum.distributed.agreement import printed_once, raise_on_all_ranks
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.pretrain.launch.lock import LOCK
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
@@ -116,7 +116,7 @@ class Saver:
             texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
         except CheckpointError as second:
             texts.append(str(second))
-        return printed_once(type(error)("\n".join(dict.fromkeys(texts))))
+        return type(error)("\n".join(dict.fromkeys(texts))).printed_once()
 
     def __enter__(self) -> Saver:
         return self
