@@ -61,7 +61,7 @@ def even_out(unit: Any) -> None:
 
     FSDP2 (torch 2.13: `unsharded_zero_grad_data`) makes them in the parameter's, and then refuses to reduce both.
     """
-    params = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    params = _trained_in(unit)
     # Only then: it has no `reduce_dtype` before its first forward.
     if any(param.unsharded_accumulated_grad is not None for param in params):
         for param in params:
@@ -147,9 +147,7 @@ class UnitTurns:
         self.at_end, self.skips = at_end, False
         """`skips`: whether a backward has left out a unit."""
         self._all, self._comm = units(root), root._get_fsdp_state()._comm_ctx
-        self._units = [
-            unit for unit in self._all if reduces and any(p.sharded_param.requires_grad for p in unit.fsdp_params)
-        ]
+        self._units = [unit for unit in self._all if reduces and _trained_in(unit)]
         self._post_backward = {id(unit): unit.post_backward for unit in self._units}
         self._left: list[Any] = []
         root.set_modules_to_forward_prefetch(modules(root)[1:])
@@ -242,16 +240,14 @@ def complete_before_reduction(root: Any, rest: Callable[[torch.nn.Parameter], to
     without any gradient gets zeros in the precision of the sums (FSDP2's own are in the parameter's)."""
 
     def complete(unit: Any) -> None:
-        for held in unit.fsdp_params:
-            if held.sharded_param.requires_grad:
-                param = held._unsharded_param
-                if (left := rest(param)) is not None:
-                    give_gradient(held, left)
-                elif not _gradients(held):
-                    give_gradient(held, torch.zeros_like(param, dtype=held.reduce_dtype))
+        for held in _trained_in(unit):
+            param = held._unsharded_param
+            if (left := rest(param)) is not None:
+                give_gradient(held, left)
+            elif not _gradients(held):
+                give_gradient(held, torch.zeros_like(param, dtype=held.reduce_dtype))
 
-    for unit in units(root):
-        _before_reduction(unit, partial(complete, unit))
+    _before_reductions(root, complete)
 
 
 def divert(root: Any, sums: Any) -> None:
@@ -260,7 +256,7 @@ def divert(root: Any, sums: Any) -> None:
     those that were given too."""
 
     def divert(unit: Any) -> None:
-        trained = [held for held in unit.fsdp_params if held.sharded_param.requires_grad]
+        trained = _trained_in(unit)
         if not any(sums.takes(held.sharded_param) for held in trained):
             return
         unit.reduce_scatter_unused_params = False
@@ -276,14 +272,16 @@ def divert(root: Any, sums: Any) -> None:
                 sums.add(held.sharded_param, grad)
         sums.send()
 
-    for unit in units(root):
-        _before_reduction(unit, partial(divert, unit))
+    _before_reductions(root, divert)
 
 
 def _trained(module: Any) -> list[Any]:
     """FSDP2's record of each trained parameter of a fully sharded module's own unit, in the order of a reduction."""
-    params = [param for unit in _own_units(module) for param in unit.fsdp_params]
-    return [param for param in params if param.sharded_param.requires_grad]
+    return [held for unit in _own_units(module) for held in _trained_in(unit)]
+
+
+def _trained_in(unit: Any) -> list[Any]:
+    return [held for held in unit.fsdp_params if held.sharded_param.requires_grad]
 
 
 def reduced(module: Any) -> list[torch.nn.Parameter]:
@@ -367,20 +365,19 @@ def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
             for grad in _gradients(held):
                 call(held, grad)
 
-    for unit in units(root):
-        _before_reduction(unit, partial(show, unit))
+    _before_reductions(root, show)
 
 
-def _before_reduction(unit: Any, call: Callable[[], None]) -> None:
-    """Call `call()` before each reduction of a unit's gradients."""
-    post_backward = unit.post_backward
+def _before_reductions(root: Any, call: Callable[[Any], None]) -> None:
+    """Call `call(unit)` before each reduction of the gradients of a unit of a fully sharded chunk."""
 
-    def reduce(*args: Any) -> None:
+    def reduce(unit: Any, post_backward: Callable[..., None], *args: Any) -> None:
         if unit.reduce_grads:
-            call()
+            call(unit)
         post_backward(*args)
 
-    unit.post_backward = reduce
+    for unit in units(root):
+        unit.post_backward = partial(reduce, unit, unit.post_backward)
 
 
 def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:
@@ -388,7 +385,7 @@ def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:
     their own and their root's whole gradients, when these are about to be reduced."""
     gathered: dict[int, int] = {}
 
-    def watch(group: Any, last: list[Any]) -> None:
+    def watch(group: Any) -> None:
         to_unsharded, to_sharded = group._to_unsharded, group._to_sharded
 
         def gather() -> None:
@@ -403,14 +400,13 @@ def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:
             to_sharded()
             note("parameters_whole", sum(gathered.values()))
 
-        def note_gradients() -> None:
-            params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
-            grads = [grad for param in params.values() for grad in _gradients(param)]
-            note("gradients_whole", sum(grad.nbytes for grad in grads))
-
         group._to_unsharded, group._to_sharded = gather, release
-        _before_reduction(group, note_gradients)
+
+    def note_gradients(last: list[Any], group: Any) -> None:
+        params = {id(param): param for each in (group, *last) for param in each.fsdp_params}
+        note("gradients_whole", sum(grad.nbytes for param in params.values() for grad in _gradients(param)))
 
     for each in roots:
+        _before_reductions(each, partial(note_gradients, _own_units(each)))
         for unit in units(each):
-            watch(unit, _own_units(each))
+            watch(unit)
