@@ -190,7 +190,7 @@ def speculative_step(subject: Subject) -> Iterator[str]:
             sharding.cold_expert_offload, "its gradients lie elsewhere", "cold_expert_offload to false",
         ),
         f"fp8_format {subject.quantization.fp8_format}": (
-            subject.quantization.fp8_format is not None, "forwards move its scales", "leave fp8_format out",
+            subject.quantization.fp8_format is not None, "forwards move its scales", "fp8_format to none",
         ),
         "moe_router_enable_expert_bias": (
             model.moe_router_enable_expert_bias, "forwards count the tokens of experts", "it to false",

@@ -30,7 +30,7 @@ BROKEN: list[Case] = [
     ("speculative_step", 2, EARLY | SAME, ["reproducible layout", "a collective that waits"]),
     ("speculative_step", 2, EARLY | dict(offload_optimizer="cpu"), ["offload_optimizer cpu", "to none"]),
     ("speculative_step", 2, EARLY | COLD, ["cold_expert_offload", "to false"]),
-    ("speculative_step", 2, EARLY | FP8, ["fp8_format hybrid", "leave fp8_format out"]),
+    ("speculative_step", 2, EARLY | FP8, ["fp8_format hybrid", "Set fp8_format to none"]),
     ("speculative_step", 2, EARLY | dict(variable_seq_lengths=True), ["variable_seq_lengths", "exchange the lengths"]),
     ("speculative_step", 2, EARLY | dict(flush="per_round"), ["flush per_round", "flush to merged"]),
     (
