@@ -9,41 +9,29 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import megaaccum
 from megaaccum.errors import MegaaccumError, as_users_error
 from megaaccum.pretrain.launch.processes import exit_code_of
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand: the words that call it, the module whose `main(argv)` it is, and a line of help."""
-
-    words: tuple[str, ...]
-    module: str
-    help: str
-
-
-COMMANDS = (
-    Command(("train",), "megaaccum.cli.train", "train the model of a config; starts the ranks of this machine itself"),
-    Command(("check",), "megaaccum.cli.check", "resolve a config and print its plan, or every error in it at once"),
-    Command(("keys",), "megaaccum.cli.keys", "list the keys of a config, or say what one of them means"),
-    Command(("verify",), "megaaccum.cli.verify", "prove that the accumulated step of a config equals the full batch's"),
-    Command(("convert",), "megaaccum.cli.convert", "write Megatron's flags or a recorded script as a YAML file"),
-    Command(("config",), "megaaccum.cli.config", "write a Hugging Face model's config.json as a configuration"),
-    Command(("export",), "megaaccum.cli.export", "write a run's weights as a Hugging Face model"),
-    Command(
-        ("generate",), "megaaccum.cli.generate", "continue prompts with a run's weights, or a Hugging Face model's"
-    ),
-    Command(("schedule",), "megaaccum.cli.schedule", "price, compare and draw pipeline schedules"),
-    Command(("plan",), "megaaccum.cli.plan", "rank the layouts of a config on a number of GPUs by memory and time"),
-    Command(("tune",), "megaaccum.cli.tune", "run the planner's best layouts for some steps, and take the fastest"),
-    Command(("calibrate",), "megaaccum.cli.calibrate", "measure this machine, or a model's layers, for the planner"),
-    Command(("report",), "megaaccum.cli.report", "write an HTML page of a run, or of two beside each other"),
-    Command(("data", "build"), "megaaccum.pretrain.data.build", "make an indexed dataset from text or JSONL"),
-    Command(("doctor",), "megaaccum.cli.doctor", "say what is installed, what is missing, and what to do about it"),
-)
+COMMANDS = {
+    "train": "train the model of a config; starts the ranks of this machine itself",
+    "check": "resolve a config and print its plan, or every error in it at once",
+    "keys": "list the keys of a config, or say what one of them means",
+    "verify": "prove that the accumulated step of a config equals the full batch's",
+    "convert": "write Megatron's flags or a recorded script as a YAML file",
+    "config": "write a Hugging Face model's config.json as a configuration",
+    "export": "write a run's weights as a Hugging Face model",
+    "generate": "continue prompts with a run's weights, or a Hugging Face model's",
+    "schedule": "price, compare and draw pipeline schedules",
+    "plan": "rank the layouts of a config on a number of GPUs by memory and time",
+    "tune": "run the planner's best layouts for some steps, and take the fastest",
+    "calibrate": "measure this machine, or a model's layers, for the planner",
+    "report": "write an HTML page of a run, or of two beside each other",
+    "data build": "make an indexed dataset from text or JSONL",
+    "doctor": "say what is installed, what is missing, and what to do about it",
+}
+"""A line of help for each command; `module_of` names the module whose `main(argv)` it is."""
 
 _EXAMPLES = """\
 examples:
@@ -53,30 +41,30 @@ examples:
 `megaaccum COMMAND --help` lists the options of a command."""
 
 
+def module_of(command: str) -> str:
+    """The module of a command."""
+    return "megaaccum.pretrain.data.build" if command == "data build" else f"megaaccum.cli.{command}"
+
+
 def usage() -> str:
     """The text of `megaaccum --help`."""
-    width = max(len(" ".join(command.words)) for command in COMMANDS)
-    lines = [f"  {' '.join(command.words):<{width}}  {command.help}" for command in COMMANDS]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {command:<{width}}  {text}" for command, text in COMMANDS.items()]
     head = "usage: megaaccum COMMAND [ARGUMENTS]\n       megaaccum --version"
     return "\n".join([head, "", (megaaccum.__doc__ or "").splitlines()[0], "", "commands:", *lines, "", _EXAMPLES])
 
 
-def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
+def find(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The command that `argv` names, and its arguments. Raises MegaaccumError when there is none such."""
-    for command in COMMANDS:
-        if tuple(argv[: len(command.words)]) == command.words:
-            return command, list(argv[len(command.words) :])
+    for length in (1, 2):
+        if (name := " ".join(argv[:length])) in COMMANDS:
+            return name, list(argv[length:])
     from difflib import get_close_matches
 
-    names = [" ".join(command.words) for command in COMMANDS]
-    for length in (2, 1):
-        begun = [name for name in names if name.startswith(f"{argv[0]} ") and length == 1]
-        near = begun or get_close_matches(" ".join(argv[:length]), names, n=1)
-        if near:
-            raise MegaaccumError(
-                f"there is no command {' '.join(argv[:length])!r}; did you mean `megaaccum {near[0]}`?"
-            )
-    raise MegaaccumError(f"there is no command {argv[0]!r}; the commands are {', '.join(names)}")
+    begun = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    near = begun or get_close_matches(argv[0], COMMANDS, n=1)
+    hint = f"did you mean `megaaccum {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+    raise MegaaccumError(f"there is no command {' '.join(argv[: 1 + len(begun)])!r}; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet.install()  # whatever the command imports
     slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
     try:
-        code = importlib.import_module(command.module).main(arguments) or 0
+        code = importlib.import_module(module_of(command)).main(arguments) or 0
         sys.stdout.flush()
         return code
     except (MegaaccumError, KeyboardInterrupt) as error:
@@ -111,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _unread()
     except OSError as error:  # a file that the user named; of a run the place in the code counts
-        if (shown := as_users_error(error)) is error or command.module == "megaaccum.cli.train":
+        if (shown := as_users_error(error)) is error or command == "train":
             raise
         return complain(shown, exit_code_of(shown))
 

@@ -50,9 +50,7 @@ class Source:
     """Whether it is recorded in a jail."""
 
     def parse(self, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Source]:
-        """The command's options, and the source without them; CONFIG may come after them. Raises ConfigError for too
-        many."""
-        check_number(sum(word.startswith("--") for word in self.words))
+        """The command's options, and the source without them; CONFIG may come after them."""
         args, words = parser.parse_known_args(self.words)
         if self.path is None and words and not words[0].startswith("-"):
             return args, replace(self, path=words[0], words=words[1:])
@@ -76,43 +74,26 @@ class Source:
 
 def read_source(argv: Sequence[str]) -> Source:
     """The source that `argv` names. CONFIG comes first, so that values of overrides cannot be taken for it, or after
-    --config. Raises ConfigError for --record without a command."""
-    words, command = _split_command(argv)
-    asked = [word for word in (RECORD, TRUST) if word in words]
-    if not asked:
-        words, command = list(argv), []
+    --config. Raises ConfigError for --record without a command, and for too many options."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    check_number(sum(word.startswith("--") for word in argv[:at]))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument(RECORD, action="store_true")
+    parser.add_argument(TRUST, action="store_true")
+    args, words = parser.parse_known_args(argv[:at])
+    path, command = args.config, list(argv[at + 1 :])
+    if not (args.record or args.trust_script):
+        words, command = [*words, *argv[at:]], []
     elif not command:
-        raise ConfigError(f"{asked[0]} needs the command that starts training after --, as in -- bash train.sh.")
-    words, path = pop_option([word for word in words if word not in asked], "--config")
+        asked = RECORD if args.record else TRUST
+        raise ConfigError(f"{asked} needs the command that starts training after --, as in -- bash train.sh.")
     if path is None and words and not words[0].startswith("-"):
         path, words = words[0], words[1:]
-    return Source(path, words, command, TRUST not in asked)
+    return Source(path, words, command, not args.trust_script)
 
 
-def pop_option(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
-    """`argv` without `flag VALUE` or `flag=VALUE` before a --, and the value. Raises ConfigError if it has none."""
-    words, command = _split_command(argv)
-    rest, value, following = [], None, iter(words)
-    for word in following:
-        if word == flag:
-            value = next(following, None)
-            if value is None:
-                raise ConfigError(f"{flag} needs a value")
-        elif word.startswith(flag + "="):
-            value = word.split("=", 1)[1]
-        else:
-            rest.append(word)
-    return [*rest, *(["--"] if "--" in argv else []), *command], value
-
-
-def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before and after --."""
-    words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
-def command_parser(command: str, description: str, usage: str | None = None) -> argparse.ArgumentParser:
+def command_parser(command: str, description: str | None, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a command. One with a `usage` of its own has keys of the configuration among its flags, and takes
     no abbreviations."""
     return argparse.ArgumentParser(

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     usage = "megaaccum calibrate (NAME [options] | --layers CONFIG [options] [--key value ...])"
-    parser = command_parser("calibrate", __doc__ or "", usage)
+    parser = command_parser("calibrate", __doc__, usage)
     parser.set_defaults(name=None)
     if not any(word.split("=")[0] == "--layers" for word in argv):  # with it, words are values of the file's keys
         parser.add_argument("name", nargs="?", help="name of the entry, for --gpu")

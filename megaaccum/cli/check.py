@@ -1,4 +1,7 @@
-"""`megaaccum check`: the whole plan of a run, or every error in it, without starting anything."""
+"""`megaaccum check`: resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the
+schedule, and what was derived. Or print every error in it at once, with exit code 2. Any key may be overridden, as in
+--dbs 4 --bf16.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,6 @@ from megaaccum.schedule.registry import by_executor, entry
 
 MOST_COMMON = 80e9
 """Bytes beyond which `check` says which GPUs have that many: nothing says where the run will be."""
-_DESCRIPTION = """\
-Resolve a configuration and print its plan: how ranks and batch are cut, what is sharded, the schedule, and what was
-derived. Or print every error in it at once, with exit code 2. Any key may be overridden, as in --dbs 4 --bf16."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "check",
-        _DESCRIPTION,
+        __doc__ or "",
         "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
         "       megaaccum check --record [...] -- bash train.sh ARGUMENTS",
     )

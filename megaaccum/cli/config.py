@@ -1,4 +1,10 @@
-"""`megaaccum config --from-hf DIR`: the configuration of a Hugging Face model, as YAML on standard output."""
+"""`megaaccum config`: write the keys of a Hugging Face model's config.json as YAML: the model, its weights to begin
+from, its tokenizer. What has no key is refused by name. Add batch, layout, learning rate, length and data for a run, in
+the file or on the command line:
+
+  megaaccum config --from-hf DIR > model.yaml
+  megaaccum train model.yaml --data_path DATA --global_batch_size 64 --lr 1e-5 --train_iters 1000
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,6 @@ import yaml
 from megaaccum.cli.arguments import command_parser
 from megaaccum.pretrain.weights import config_json
 
-_DESCRIPTION = """\
-Write the keys of a Hugging Face model's config.json as YAML: the model, its weights to begin from, its tokenizer. What
-has no key is refused by name. Add batch, layout, learning rate, length and data for a run, in the file or on the
-command line:
-
-  megaaccum config --from-hf DIR > model.yaml
-  megaaccum train model.yaml --data_path DATA --global_batch_size 64 --lr 1e-5 --train_iters 1000"""
 _LENGTH = 4096
 """The sequence length that is written for a model that takes more."""
 
@@ -24,7 +23,7 @@ _LENGTH = 4096
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum config` with these arguments; returns the exit code. Raises ConfigError for a model that has no
     configuration here."""
-    parser = command_parser("config", _DESCRIPTION)
+    parser = command_parser("config", __doc__)
     parser.add_argument("--from-hf", type=Path, required=True, metavar="DIR", help="a folder with a config.json")
     print(as_yaml(parser.parse_args(list(argv)).from_hf), end="")
     return 0

@@ -1,4 +1,6 @@
-"""`megaaccum convert`: a configuration of any dialect as a YAML file of megaaccum's keys."""
+"""`megaaccum convert`: write the configuration that Megatron's flags, a recorded script or a YAML file make, as YAML in
+megaaccum's keys, with what was noted as comments.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,20 @@ from collections.abc import Sequence
 
 import yaml
 
-from megaaccum.cli.arguments import read_source
+from megaaccum.cli.arguments import command_parser, read_source
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner.layout_config import as_sections
 
-USAGE = """usage: megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
-       megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml
-
-Write the configuration that Megatron's flags, a recorded script or a YAML file make, as YAML in megaaccum's keys, with
-what was noted as comments."""
+_USAGE = """megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
+       megaaccum convert --record [--key value ...] -- bash train.sh ARGUMENTS > run.yaml"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum convert` with these arguments; returns the exit code, 2 if the source has errors."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        command_parser("convert", __doc__, _USAGE).print_help()
         return 0 if argv else 2
     with read_source(argv).load() as loaded:
         if not loaded.problems:

@@ -1,4 +1,8 @@
-"""`megaaccum export`: the weights of a run as a model that transformers and vLLM load."""
+"""`megaaccum export`: write a checkpoint of a run of `megaaccum train` as a Hugging Face folder: weights in safetensors
+files, config.json, generation_config.json and the tokenizer; as one of Megatron's checkpoints; or in one file. It reads
+the checkpoint of any layout in one process, one parameter at a time, and needs no GPU. The folder appears when all of
+it is written.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,6 @@ from pathlib import Path
 from megaaccum.cli.arguments import command_parser
 from megaaccum.errors import ConfigError
 
-_DESCRIPTION = """\
-Write a checkpoint of a run of `megaaccum train` as a Hugging Face folder: weights in safetensors files, config.json,
-generation_config.json and the tokenizer; as one of Megatron's checkpoints; or in one file. It reads the checkpoint of
-any layout in one process, one parameter at a time, and needs no GPU. The folder appears when all of it is written."""
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     from megaaccum.pretrain.weights.rows import families
 
-    parser = command_parser("export", _DESCRIPTION)
+    parser = command_parser("export", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", type=Path, metavar="DIR", help="the folder of the model to write: new, or empty")

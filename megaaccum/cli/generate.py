@@ -1,4 +1,8 @@
-"""`megaaccum generate`: continue prompts with a run's weights, or with a Hugging Face folder's."""
+"""`megaaccum generate`: continue prompts, greedily unless --temperature is given: to look at what was trained, not to
+serve it. A token is one forward of the whole text. RUN is the output_dir of a run, whose layout is kept, and DIR a
+Hugging Face folder; keys of the configuration change layout and precision, as in --tensor_model_parallel_size 2. It
+starts the ranks of this machine itself, or is one of those that torchrun starts.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,6 @@ if TYPE_CHECKING:
     from megaaccum.pretrain.training.generate import Generation
 
 _USAGE = "megaaccum generate RUN|DIR --prompt TEXT [--prompt TEXT ...] [options] [--key value ...]"
-_DESCRIPTION = """\
-Continue prompts, greedily unless --temperature is given: to look at what was trained, not to serve it. A token is one
-forward of the whole text. RUN is the output_dir of a run, whose layout is kept, and DIR a Hugging Face folder; keys of
-the configuration change layout and precision, as in --tensor_model_parallel_size 2. It starts the ranks of this machine
-itself, or is one of those that torchrun starts."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +45,7 @@ def _launch(argv: Sequence[str], wanted: Generation) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = command_parser("generate", _DESCRIPTION, _USAGE)
+    parser = command_parser("generate", __doc__, _USAGE)
     parser.add_argument("source", type=Path, metavar="RUN|DIR", help="output_dir of a run, or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given again")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, by the chat template")

@@ -1,4 +1,7 @@
-"""`megaaccum plan`: the layouts of a configuration on a number of GPUs, ranked, explained, written."""
+"""`megaaccum plan`: predict memory and step time of every legal layout of a configuration, and rank those that fit.
+What the file says about layout and micro-batches is set aside; global_batch_size stays. Any key may be overridden, as
+in --seq_length 4096.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,6 @@ from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import read_profile
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.units import GIB
-
-_DESCRIPTION = """\
-Predict memory and step time of every legal layout of a configuration, and rank those that fit. What the file says about
-layout and micro-batches is set aside; global_batch_size stays. Any key may be overridden, as in --seq_length 4096."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "megaaccum plan CONFIG [--hostfile F | --gpus N] [--gpu NAME] [options] [--key value ...]"
-    parser = command_parser("plan", _DESCRIPTION, usage)
+    parser = command_parser("plan", __doc__, usage)
     add_search_flags(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (default: the file's world_size)")

@@ -1,4 +1,7 @@
-"""`megaaccum report`: one HTML page of a run, or of two beside each other with the keys that differ."""
+"""`megaaccum report`: write one HTML page of a run of `megaaccum train`: losses, norms, memory, bytes, seconds,
+goodput, the schedule, and the plan against what was measured. Of two runs, both beside each other, with the keys that
+differ. The page holds all that it shows: it loads nothing and can be sent as it is.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,6 @@ from pathlib import Path
 from megaaccum.cli.arguments import command_parser
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import replace_text
-
-_DESCRIPTION = """\
-Write one HTML page of a run of `megaaccum train`: losses, norms, memory, bytes, seconds, goodput, the schedule, and the
-plan against what was measured. Of two runs, both beside each other, with the keys that differ. The page holds all that
-it shows: it loads nothing and can be sent as it is."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command_parser("report", _DESCRIPTION)
+    parser = command_parser("report", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument("other", type=Path, nargs="?", metavar="RUN2", help="another, to compare it with")
     parser.add_argument("--output", type=Path, metavar="F", help="the page (default: RUN/report.html)")

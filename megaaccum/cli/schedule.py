@@ -1,5 +1,7 @@
-"""`megaaccum schedule`: what a pipeline schedule costs, beside others and the best possible, on a terminal and as a
-picture; cuts of layers into stages, and searched orders."""
+"""`megaaccum schedule`: build a pipeline schedule, prove that it runs, and print what it costs beside others and beside
+the least that any order of its stages can take (gap). Durations are those of a rank's whole work on one micro-batch, in
+any unit (--cost; a schedule with two chunks per rank halves them per chunk), or of each kind of layer (--profile).
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,6 @@ _OF_A_PIPELINE = {
     "device_batch_size", "pp_microbatches", "grad_accum_steps", "world_size",
 }  # fmt: skip
 """Keys that --write replaces, and those that follow from them."""
-_DESCRIPTION = """\
-Build a pipeline schedule, prove that it runs, and print what it costs beside others and beside the least that any order
-of its stages can take (gap). Durations are those of a rank's whole work on one micro-batch, in any unit (--cost; a
-schedule with two chunks per rank halves them per chunk), or of each kind of layer (--profile)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +296,7 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command_parser("schedule", _DESCRIPTION)
+    parser = command_parser("schedule", __doc__)
     add = parser.add_argument
     add("--pp", type=int, required=True, help="pipeline ranks")
     add("--microbatches", "-m", type=int, required=True, help="micro-batches of a flush")

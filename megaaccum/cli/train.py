@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megaaccum import config as configuration
 from megaaccum.cli import keys
-from megaaccum.cli.arguments import Source, fewest_ranks, pop_option, read_source
+from megaaccum.cli.arguments import Source, command_parser, fewest_ranks, read_source
 from megaaccum.cli.convert import as_yaml
 from megaaccum.config import Config, Plan
 from megaaccum.distributed import preload
@@ -41,15 +41,16 @@ def main(argv: Sequence[str]) -> int:
         os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
     is_announced = LAUNCHED in os.environ
     os.environ.setdefault(LAUNCHED, repr(time.time()))
-    argv, port = pop_option(argv, "--master_port")
-    source = read_source(argv)
+    parser = command_parser("train", __doc__, "megaaccum train CONFIG [--master_port N] [--key value ...]")
+    parser.add_argument("--master_port", type=int, default=0, metavar="N", help="of the ranks (default: a free one)")
+    args, source = read_source(argv).parse(parser)
     if "RANK" in os.environ:
         if os.environ["RANK"] == "0" and not is_announced:
             _announce(int(os.environ["WORLD_SIZE"]))
         return _train(_plan_of_this_rank(source))
     with source.load() as loaded:
         config = loaded.checked()
-    return _launch([_written(config, loaded.name)] if source.command else argv, config, int(port or 0))
+    return _launch([_written(config, loaded.name)] if source.command else argv, config, args.master_port)
 
 
 def _check_launcher() -> None:

@@ -1,4 +1,4 @@
-"""Prove that the accumulated step of a configuration is exactly the step on the full global batch.
+"""`megaaccum verify`: prove that the accumulated step of a configuration is exactly the step on the full global batch.
 
 One process takes the full global batch in float64, without pipeline, sharding or accumulation; the ranks of the layout,
 started on this machine, take the accumulated step. Both take the first samples of the data that CONFIG names, or random
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("verify", __doc__ or "", _USAGE)
+    parser = command_parser("verify", __doc__, _USAGE)
     add = parser.add_argument
     add("--layout", type=_keys, action="extend", default=[], metavar="KEYS", help="other keys, as in pp=2,schedule=zbv")
     add("--world-size", type=count, metavar="N", help="ranks of the layout (the fewest that it allows, twice for dp)")

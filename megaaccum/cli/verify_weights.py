@@ -19,7 +19,7 @@ from megaaccum.distributed import preload
 
 def main(argv: Sequence[str]) -> int:
     """Verify a folder of weights, and return the exit code. Raises MegaaccumError."""
-    parser = command_parser("verify", __doc__ or "")
+    parser = command_parser("verify", __doc__)
     parser.add_argument("--weights", type=Path, required=True, metavar="DIR", help="the folder of a model")
     parser.add_argument("--run", type=Path, metavar="RUN", help="output_dir of the run that it was exported from")
     parser.add_argument(

@@ -92,7 +92,7 @@ def problems(line: str) -> list[str]:
         return [] if re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else [line]
     if line.startswith("megaaccum "):
         command, _ = cli.find(words[1:])
-        known = COMMANDS_FLAGS.get(command.words[-1], set())
+        known = COMMANDS_FLAGS.get(command.split()[-1], set())
     elif "launch/pretrain_gpt.py" in words or line.startswith("python -m megaaccum.train"):
         known = LAUNCHERS_FLAGS | COMMANDS_FLAGS["train"]
     else:

@@ -101,7 +101,7 @@ def test_30_000_flags_are_refused(tmp_path):
     assert str(MOST_FLAGS) in told
     words = [word for i in range(30_000) for word in (f"--flag-{i}", str(i))]
     with pytest.raises(ConfigError, match=f"30000 flags are given: the most that are read are {MOST_FLAGS}"):
-        read_source(words).parse(None)  # argparse would take 24 s for them
+        read_source(words)  # argparse would take 24 s for them
 
 
 def test_json_nested_too_deeply_or_with_repeats_is_told(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from megaaccum import cli
 from megaaccum.cli import convert
-from megaaccum.cli.arguments import Source, pop_option, read_source
+from megaaccum.cli.arguments import Source, read_source
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop import jail
@@ -122,10 +122,13 @@ def test_the_command_stands_after_two_dashes():
         read_source(["--record", "bash", "t.sh"])
 
 
-def test_an_option_is_read_before_two_dashes_alone():
-    assert pop_option(["--port=1", "a", "--", "b", "--port", "2"], "--port") == (["a", "--", "b", "--port", "2"], "1")
-    with pytest.raises(ConfigError, match="--port needs a value"):
-        pop_option(["a", "--port", "--", "b"], "--port")
+def test_an_option_is_read_before_two_dashes_alone(capsys):
+    command = ["b", "--config", "2"]
+    assert read_source(["--record", "--config=1", "--lr", "2", "--", *command]) == Source("1", ["--lr", "2"], command)
+    assert read_source(["--config=1", "a", "--", "b"]) == Source("1", ["a", "--", "b"])
+    with pytest.raises(SystemExit):
+        read_source(["--record", "--config", "--", "b"])
+    assert "argument --config: expected one argument" in capsys.readouterr().err
 
 
 WHOLE = (
