@@ -161,9 +161,7 @@ def _groups(argv: Sequence[str], given: ParsedFlags) -> Iterator[tuple[str, list
     given.problems += [f"unexpected {word}: flags are written --name value." for word in first]
     check_number(len(groups))
     for flag, values in groups:
-        flag = _as_megatrons(flag, values)
-        for today in _in_todays_names(flag.replace("_", "-"), values):
-            yield today or (flag, values)
+        yield from _in_todays_names(_as_megatrons(flag, values), values)
 
 
 RENAMED = {
@@ -200,25 +198,26 @@ _RENAMED = {
 """Flags of Megatron-DeepSpeed that Megatron-LM has under another name."""
 
 
-def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]] | None]:
-    """Megatron-LM's name of a flag of Megatron-DeepSpeed, as groups; None for a group that is unchanged."""
-    if flag in _RENAMED:
-        return [(_RENAMED[flag], values)]
-    if flag == "--num-key-value-heads":
+_IN_WORDS = {
+    "--no-pipeline-parallel": "--pipeline-model-parallel-size 1",
+    "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--fp8-e4m3": "--fp8-format e4m3",
+    "--fp8-hybrid": "--fp8-format hybrid",
+}
+"""Switches of Megatron-DeepSpeed, and what Megatron-LM's list has in their place."""
+_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+
+
+def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]]]:
+    """The groups of a flag and its values that Megatron-LM has for one of Megatron-DeepSpeed."""
+    dashed = flag.replace("_", "-")
+    if dashed in _IN_WORDS:
+        return flag_groups(_IN_WORDS[dashed].split())[0]
+    if dashed == "--num-key-value-heads":
         return [("--group-query-attention", []), ("--num-query-groups", values)]
-    if flag == "--no-pipeline-parallel":
-        return [("--pipeline-model-parallel-size", ["1"])]
-    if flag == "--checkpoint-activations":
-        return [
-            ("--recompute-granularity", ["full"]),
-            ("--recompute-method", ["uniform"]),
-            ("--recompute-num-layers", ["1"]),
-        ]
-    if flag in ("--fp8-e4m3", "--fp8-hybrid"):
-        return [("--fp8-format", [flag.removeprefix("--fp8-")])]
-    if flag == "--normalization" and values[:1] in (["rmsnorm"], ["layernorm"]):
-        return [(flag, ["RMSNorm" if values[0] == "rmsnorm" else "LayerNorm"])]
-    return [None]
+    if dashed == "--normalization":
+        values = [_NORMS.get(each, each) for each in values]
+    return [(_RENAMED.get(dashed, flag), values)]
 
 
 def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
