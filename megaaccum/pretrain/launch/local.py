@@ -17,7 +17,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -75,7 +76,7 @@ def launch_local(
         os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # of `mpirun -n 1`; DeepSpeed wants it to be LOCAL_RANK
         body = _body(argv, worker, threads, fork, imports)
         job = _Job(nproc, sock.getsockname()[1], threads, Path(folder), resume_hint)
-        with _Forwarding(job):
+        with _forwarding(job):
             job.start(body)
             store = processes.serve_store(sock)
             code = job.wait(GRACE_SECONDS)
@@ -160,6 +161,18 @@ class _Job:
             env = processes.rank_environment(rank, self.nproc, self.port, self.threads)
             process = processes.start(rank, partial(body, error), env=env, output=self.output_file(rank), error=error)
             self.ranks.append(process)
+
+    def forward(self, signum: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the ranks: the first as it is; a second one ends them, but for a hang-up, which a closed
+        terminal sends more than once."""
+        if self.forwarded is not None:
+            self.kill = self.kill or signum != signal.SIGHUP
+            return
+        self.forwarded = signum
+        if len(self.ranks) < self.nproc:  # not all are started: there is nothing to save yet
+            self.kill = self.interrupted_at_start = True
+        for process in self.ranks:
+            process.send(signum)
 
     def wait(self, grace: float) -> int:
         """Wait for the ranks, report failures, and return the exit code."""
@@ -253,36 +266,19 @@ class _Job:
         return "\n".join(path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-class _Forwarding:
-    """Context in which signals to this process go to the ranks: the first as it is; a second one ends them, but for a
-    hang-up, which a closed terminal sends more than once. One that `nohup` has ignored stays so."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self, job: _Job):
-        self.job = job
-        self.before: dict[int, object] = {}
-
-    def __enter__(self) -> None:
-        for signum in self.SIGNALS:
-            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-                continue
-            self.before[signum] = signal.signal(signum, self._handle)
-
-    def __exit__(self, *exc: object) -> None:
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)  # type: ignore[arg-type]
-        processes.end(self.job.ranks)  # nothing is left unless an exception came through here
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.job.forwarded is not None:
-            self.job.kill = self.job.kill or signum != signal.SIGHUP
-            return
-        self.job.forwarded = signum
-        if len(self.job.ranks) < self.job.nproc:  # not all are started: there is nothing to save yet
-            self.job.kill = self.job.interrupted_at_start = True
-        for process in self.job.ranks:
-            process.send(signum)
+@contextmanager
+def _forwarding(job: _Job) -> Iterator[None]:
+    """Context in which signals to this process go to the ranks, which end with it. A hang-up that `nohup` has ignored
+    stays so."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    signals = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
+    before = {signum: signal.signal(signum, job.forward) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        processes.end(job.ranks)  # nothing is left unless an exception came through here
 
 
 def main() -> int:
