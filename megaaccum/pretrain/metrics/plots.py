@@ -57,12 +57,10 @@ def quiet() -> Iterator[None]:
 
 
 def _figure(train: list[Record], valid: list[Record], tokens_after: Callable[[int], int], title: str) -> Figure:
-    # Figure and its Agg canvas directly, not pyplot, which would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Figure directly, not pyplot, which would choose a backend for the whole process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     draw_loss(upper, train, valid)
     _draw_rate(lower, train)

@@ -94,13 +94,11 @@ def figure(
     """The timeline, and below it what each rank holds over time. Needs no display. beside: further timelines on the
     same axis, below the first. bound: a time that no order can end before, drawn as a line through all. costs: those of
     all timelines; with exchanges of tokens, whose lane is drawn below each rank."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [(schedule, simulation), *beside]
     heights = [0.42 * min(each.pp, 32) + 0.6 for each, _ in shown] + [2.2]
     drawn = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
-    FigureCanvasAgg(drawn)
     axes = drawn.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for lanes, (each, its) in zip(axes, shown, strict=False):
         _draw_lanes(lanes, each, its, costs)
