@@ -32,7 +32,7 @@ class Services:
         self._open: list[_Service] = []
         for name in configured_services(config):
             try:
-                self._open.append(_BY_BLOCK[name](config, start_step))
+                self._open.append(_SERVICES[name][2](config, start_step))
             except Exception as error:  # a service's own classes, known only where its package is installed
                 raise ConfigError(f"{name} could not be opened: {type(error).__name__}: {error}") from error
 
@@ -57,7 +57,7 @@ class Services:
 
 def configured_services(config: Config) -> list[str]:
     """The blocks of DeepSpeed's JSON (tensorboard, wandb, csv_monitor) whose key is set in a resolved configuration."""
-    return [name for name, (key, _) in _KEYS.items() if getattr(config.run, key) is not None]
+    return [name for name, (key, _, _) in _SERVICES.items() if getattr(config.run, key) is not None]
 
 
 def missing_packages(config: Config) -> list[str]:
@@ -65,17 +65,9 @@ def missing_packages(config: Config) -> list[str]:
     return [
         f"{key} is set, but the Python package {package} is not installed: "
         f"install it (pip install {package}) or remove {key}"
-        for key, package in (_KEYS[name] for name in configured_services(config))
+        for key, package, _ in (_SERVICES[name] for name in configured_services(config))
         if package and importlib.util.find_spec(package) is None
     ]
-
-
-_KEYS = {
-    "tensorboard": ("tensorboard_dir", "tensorboard"),
-    "wandb": ("wandb_project", "wandb"),
-    "csv_monitor": ("csv_dir", ""),
-}
-"""(key, required package) of each block of DeepSpeed's JSON."""
 
 
 def _block(config: Config, name: str) -> dict[str, Any]:
@@ -89,7 +81,7 @@ def _folder(config: Config, name: str) -> Path:
     """The folder that the key names; with a block in DeepSpeed's JSON the folder of the job inside it, as DeepSpeed has
     it."""
     block = _block(config, name)
-    return Path(getattr(config.run, _KEYS[name][0])) / (block.get("job_name", "DeepSpeedJobName") if block else "")
+    return Path(getattr(config.run, _SERVICES[name][0])) / (block.get("job_name", "DeepSpeedJobName") if block else "")
 
 
 class _Service:
@@ -173,8 +165,9 @@ def _keep_rows(path: Path, last_step: int) -> None:
     replace_text(path, kept.getvalue())
 
 
-_BY_BLOCK: dict[str, Callable[[Config, int], _Service]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "csv_monitor": _Csv,
+_SERVICES: dict[str, tuple[str, str, Callable[[Config, int], _Service]]] = {
+    "tensorboard": ("tensorboard_dir", "tensorboard", _TensorBoard),
+    "wandb": ("wandb_project", "wandb", _Wandb),
+    "csv_monitor": ("csv_dir", "", _Csv),
 }
+"""(key, required package, class) of each block of DeepSpeed's JSON."""
