@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
+from megaaccum.pretrain.training.text_comparisons import Row, microbatch_of
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -58,7 +59,10 @@ def sample(
     generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
     forward = _LastLogits(engine.groups, "token")
     for _ in range(min(num_tokens, plan.batch.seq_length - len(prompt))):
-        reports = engine.forward([_microbatch(plan, tokens)] * _fewest(plan), forward_step_func=forward)
+        # A row is scored at its last token, of which nothing is known here; without labels the model gives logits.
+        given = microbatch_of([Row([*tokens, 0], 1)], plan.batch.micro_batch_size, plan.batch.seq_length)
+        del given["labels"]
+        reports = engine.forward([given] * _fewest(plan), forward_step_func=forward)
         drawn = torch.tensor(-1, device=cpu.device())
         logits = reports[0]["logits"] if reports else None  # on the last stage
         if logits is not None and len(logits) and engine.groups.dp.rank() == 0:
@@ -75,17 +79,6 @@ def _fewest(plan: Plan) -> int:
     if plan.layout.schedule == "interleaved":
         return plan.config.parallel.microbatch_group_size_per_vp_stage or plan.layout.pp
     return plan.batch.microbatches_per_flush if plan.layout.schedule.endswith(".csv") else 1
-
-
-def _microbatch(plan: Plan, tokens: list[int]) -> dict[str, torch.Tensor]:
-    """`tokens` as the first row of a micro-batch, with a mask at the last of them; positions after it are not attended
-    to."""
-    rows, length = plan.batch.micro_batch_size, plan.batch.seq_length
-    padded, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
-    padded[0, : len(tokens)] = torch.tensor(tokens)
-    mask[0, len(tokens) - 1] = 1
-    positions = torch.arange(length).expand(rows, -1).contiguous()
-    return {"tokens": padded, "loss_mask": mask, "position_ids": positions}
 
 
 class _LastLogits(GptForwardStep):

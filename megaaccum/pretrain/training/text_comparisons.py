@@ -65,7 +65,7 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     for call in range(calls):
         starts = range(call * per_call * size, (call + 1) * per_call * size, size)
         at = [list(mine[start : start + size]) for start in starts]
-        data = [_microbatch([rows[index] for index in indices], size, batch.seq_length) for indices in at]
+        data = [microbatch_of([rows[index] for index in indices], size, batch.seq_length) for indices in at]
         reports = engine.forward(data, forward_step_func=_RowLosses(groups, "token"))
         for indices, report in zip(at, reports, strict=False):  # empty but on the last stage
             totals[indices] -= report["rows"].double().cpu()[: len(indices)]
@@ -76,7 +76,7 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     return [total / row.scored for total, row in zip(summed.tolist(), rows, strict=True)]
 
 
-def _microbatch(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:
+def microbatch_of(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:
     """A micro-batch of `rows`, filled up with empty rows to `size`."""
     tokens, labels = torch.zeros(2, size, seq_length, dtype=torch.int64)
     mask = torch.zeros(size, seq_length)

@@ -27,7 +27,7 @@ def test_only_the_choice_is_scored() -> None:
     assert text_comparisons._row("ab", " cd", encode, 16) == Row(encode("ab cd"), 3)
     long = text_comparisons._row("a" * 30, " cd", encode, 8)
     assert (len(long.tokens), long.scored) == (9, 3)
-    batch = text_comparisons._microbatch([Row(encode("ab cd"), 3)], 2, 8)
+    batch = text_comparisons.microbatch_of([Row(encode("ab cd"), 3)], 2, 8)
     assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0], [0] * 8]
     assert batch["labels"][0, 1:4].tolist() == encode(" cd")
     assert batch["tokens"][0, 1:4].tolist() == encode("b c")
