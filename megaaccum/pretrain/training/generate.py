@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from megaaccum.engine import Engine
 from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
-from megaaccum.pretrain.data.tokenizer import end_of_document, read_tokenizer
+from megaaccum.pretrain.data.tokenizer import end_of_document
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.training.sampling import Draw, sample
@@ -121,24 +121,28 @@ class Generation:
 
     @cached_property
     def _run_config(self) -> Config:
-        return receipts.config_of(self._receipt, self.source)
+        """The run's configuration; for a Hugging Face folder, one that names it as the model that it began from."""
+        if self.is_run:
+            return receipts.config_of(self._receipt, self.source)
+        config = Config()
+        config.run.init_from = config.data.tokenizer_model = str(self.source)
+        return config
 
     @property
     def _model_folder(self) -> Path | None:
         """The folder of the Hugging Face model, or from which the run began."""
-        if not self.is_run:
-            return self.source
         return Path(self._run_config.run.init_from) if self._run_config.run.init_from else None
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        return read_run_tokenizer(self._run_config, "generate") if self.is_run else read_tokenizer(self.source)
+        return read_run_tokenizer(self._run_config, "generate")
 
     @cached_property
     def _chat_tokenizer(self) -> ChatTokenizer:
-        data = self._run_config.data if self.is_run else Config().data
-        data.tokenizer_model = data.tokenizer_model or str(self._model_folder or self.source)
-        return ChatTokenizer(data)
+        data = self._run_config.data
+        return ChatTokenizer(
+            replace(data, tokenizer_model=data.tokenizer_model or str(self._model_folder or self.source))
+        )
 
     @cached_property
     def _keys(self) -> dict[str, Any]:
