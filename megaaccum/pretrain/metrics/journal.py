@@ -11,6 +11,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +50,7 @@ class Journal:
         or the file cannot be written.
         """
         self.path = path
-        try:
+        with writable(path):
             if os.path.lexists(path) and (start_step == 0 or path.is_symlink()):
                 before, aside = parts(path)[:-1], set_aside(path)
                 for part in before:
@@ -57,9 +58,7 @@ class Journal:
             elif path.exists():
                 _cut_torn_end(path)
             self._file = self._open()
-            self.append({"kind": "start", "step": start_step, **(start or {})})
-        except OSError as error:
-            raise unwritable(path, error) from error
+        self.append({"kind": "start", "step": start_step, **(start or {})})
 
     def _open(self) -> TextIO:
         # Line buffering: each record reaches the operating system in one write.
@@ -67,21 +66,17 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Append one line. Raises MegaaccumError if it cannot be written, for example on a full disk."""
-        try:
+        with writable(self.path):
             if self._file.tell() >= PART_BYTES:
                 self._file.close()
                 self.path.rename(self.path.with_name(f"{self.path.name}.{len(parts(self.path))}"))
                 self._file = self._open()
             self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def close(self) -> None:
         """Close the file; closing twice is harmless. Raises MegaaccumError if buffered lines cannot be written."""
-        try:
+        with writable(self.path):
             self._file.close()
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
 
 def read(path: Path) -> list[Record]:
@@ -196,9 +191,13 @@ def parse(line: bytes) -> Record | None:
     return record if is_record and isinstance(record.get("step"), int) else None
 
 
-def unwritable(path: Path, error: OSError) -> MegaaccumError:
-    """The error of a run whose file `path` cannot be written."""
-    return MegaaccumError(
-        f"{path} cannot be written: {error.strerror or error}. Free the place or set output_dir to another folder; "
-        f"the run resumes from its last checkpoint."
-    )
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Context in which a run's file `path` is written. Raises MegaaccumError if the system refuses that."""
+    try:
+        yield
+    except OSError as error:
+        raise MegaaccumError(
+            f"{path} cannot be written: {error.strerror or error}. Free the place or set output_dir to another folder; "
+            f"the run resumes from its last checkpoint."
+        ) from error

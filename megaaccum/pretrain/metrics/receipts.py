@@ -28,7 +28,7 @@ from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import installed, replace_text, set_aside
-from megaaccum.pretrain.metrics.journal import Record, unwritable
+from megaaccum.pretrain.metrics.journal import Record, writable
 from megaaccum.texts import packaged_yaml, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class Receipt:
         are moved aside (`receipts.1`, ...). clock: gives seconds. Raises MegaaccumError if it cannot be written."""
         home = folder / "receipts"
         if fresh and home.exists():
-            try:
+            with writable(home):
                 set_aside(home)
-            except OSError as error:
-                raise unwritable(home, error) from error
         number = 1 + max((int(path.stem.removeprefix("start_")) for path in _files(home)), default=0)
         self.path = home / f"start_{number}.json"
         opening = {"schema": SCHEMA, "version": VERSION, "number": number, **content}
@@ -124,12 +122,10 @@ class Receipt:
             measured["seconds_per_step"] = statistics.median(self._seconds)
         measured["num_steps"] = self._num_steps
         measured["seconds"] = {name: total / self._num_steps for name, total in self._phases.items()}
-        try:
+        with writable(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             changing = json.dumps(_strict(self._changing), indent=1, allow_nan=False)
             replace_text(self.path, f"{self._opening},{changing.removeprefix('{')}\n")
-        except OSError as error:
-            raise unwritable(self.path, error) from error
         self._written = self._clock()
 
 
