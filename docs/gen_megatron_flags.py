@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaaccum.config.megatron_arguments import fork_flags, lists, lists_in_loop
-from megaaccum.pretrain.interop.megatron.parser import RENAMED, parser
-from megaaccum.pretrain.interop.megatron.read_flags import CONSTANTS, verdict_of
+from megaaccum.config.keys import all_keys
+from megaaccum.config.megatron_arguments import fork_flags, handled, listed, lists, lists_in_loop
+from megaaccum.pretrain.interop.megatron.parser import RENAMED, model_fields, parser
+from megaaccum.pretrain.interop.megatron.read_flags import CONSTANTS
 
 PAGE = Path(__file__).parent / "reference" / "megatron-flags.md"
 
@@ -36,6 +37,20 @@ keys of the plan; these act otherwise, because the objects that they configure a
 """
 
 _HEADINGS = {"run": "Run", "note": "Run with a note", "refuse": "Refused"}
+
+
+def verdict_of(name: str) -> str:
+    """How an argument of Megatron's is treated: key, rule, model, or the verdict of its list. Raises KeyError if it is
+    unknown."""
+    if name in handled("by_rules"):
+        return "rule"
+    if name in all_keys() or name in RENAMED or name in CONSTANTS:
+        return "key"
+    if name in listed():
+        return listed()[name].verdict
+    if name in model_fields() or name in handled("converted"):
+        return "model"
+    raise KeyError(name)
 
 
 def page() -> str:

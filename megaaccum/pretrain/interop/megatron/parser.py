@@ -78,6 +78,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+_KINDS: dict[str, dict[str, Any]] = {
+    "switch": {"action": "store_true"}, "words": {"nargs": "*"}, "int": {"type": int}, "float": {"type": float},
+    "str": {"type": str},
+}  # fmt: skip
+"""The arguments of `add_argument` for each kind of Megatron-DeepSpeed's flags."""
+
+
 @cache
 def parser() -> argparse.ArgumentParser:
     """Megatron's parser, with the flags of Megatron-DeepSpeed added."""
@@ -85,16 +92,9 @@ def parser() -> argparse.ArgumentParser:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _arguments().add_megatron_arguments(made)
-    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
     for kind, names in fork_flags().items():
         for name in names:
-            spellings = dict.fromkeys((f"--{name}", "--" + name.replace("_", "-")))
-            if kind == "switch":
-                made.add_argument(*spellings, dest=name, action="store_true")
-            elif kind == "words":
-                made.add_argument(*spellings, dest=name, nargs="*")
-            else:
-                made.add_argument(*spellings, dest=name, type=kinds[kind])
+            made.add_argument(*dict.fromkeys((f"--{name}", _dashed(name))), dest=name, **_KINDS[kind])
     return made
 
 
@@ -297,9 +297,7 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
 
 
 def _nearest(flag: str) -> str:
-    known = [option for action in parser()._actions for option in action.option_strings]
-    keys = ("--" + key.replace("_", "-") for key in all_keys())
-    return meant(flag) or did_you_mean(flag, [*known, *keys], cutoff=0.7)
+    return meant(flag) or did_you_mean(flag, [*_spellings().values(), *map(_dashed, all_keys())], cutoff=0.7)
 
 
 # --- Megatron's own check ------------------------------------------------------------------------------------------

@@ -133,17 +133,3 @@ def _put_model_fields(given: ParsedFlags, reading: Reading) -> None:
         ]
     owned = handled("owned_fields") | all_keys().keys() | listed().keys() | handled("by_rules") | RENAMED.keys()
     reading.megatron |= {name: value for name, value in taken.items() if name not in owned}
-
-
-def verdict_of(name: str) -> str:
-    """How an argument of Megatron's is treated: key, rule, model, or the verdict of its list. Raises KeyError if it is
-    unknown."""
-    if name in handled("by_rules"):
-        return "rule"
-    if name in all_keys() or name in RENAMED or name in CONSTANTS:
-        return "key"
-    if name in listed():
-        return listed()[name].verdict
-    if name in model_fields() or name in handled("converted"):
-        return "model"
-    raise KeyError(name)

@@ -138,27 +138,20 @@ def _experts(given: ParsedFlags, reading: Reading) -> None:
     theirs = ("mlp_type", "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor", "moe_min_capacity",
               "disable_moe_token_dropping", "disable_moe_top2_2nd_expert_sampling")  # fmt: skip
     fork = given.has(*theirs) or (given.has("deepspeed") and not given.has("moe_router_topk"))
-    number = args.num_experts
-    if number in (None, 1) and fork:
-        if given.has(*theirs):
-            reading.notes.append(f"{given.shown(*theirs)}: the model is dense, so there is nothing to route.")
-        reading.values.pop("expert_model_parallel_size", None)
-        return
-    if number is None:
-        return
     if fork:
-        reading.problems.append(
-            f"{given.shown('num_experts', *theirs)}: this is DeepSpeed's own MoE layer (capacity limits, dropped"
-            " tokens, its gating), which computes something else than Megatron-core's; write --num-experts with"
-            " --moe-router-topk and --moe-aux-loss-coeff instead, and expect other numbers."
-        )
         reading.values.pop("expert_model_parallel_size", None)
-        return
-    reading.put("num_experts", number, given, "num_experts")
-    if args.expert_tensor_parallel_size is not None:
-        reading.put(
-            "expert_tensor_parallel_size", args.expert_tensor_parallel_size, given, "expert_tensor_parallel_size"
-        )
+        if args.num_experts not in (None, 1):
+            reading.problems.append(
+                f"{given.shown('num_experts', *theirs)}: this is DeepSpeed's own MoE layer (capacity limits, dropped"
+                " tokens, its gating), which computes something else than Megatron-core's; write --num-experts with"
+                " --moe-router-topk and --moe-aux-loss-coeff instead, and expect other numbers."
+            )
+        elif given.has(*theirs):
+            reading.notes.append(f"{given.shown(*theirs)}: the model is dense, so there is nothing to route.")
+    elif args.num_experts is not None:
+        for name in ("num_experts", "expert_tensor_parallel_size"):
+            if (size := getattr(args, name)) is not None:
+                reading.put(name, size, given, name)
 
 
 def _deepspeed(given: ParsedFlags, reading: Reading) -> None:

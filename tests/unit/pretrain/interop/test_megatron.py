@@ -18,10 +18,10 @@ from megaaccum.optim.lr_schedule import scheduler_arguments
 from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.load import load, read
 from megaaccum.pretrain.interop.megatron.parser import built_fields, defaults, model_fields, parse, parser
-from megaaccum.pretrain.interop.megatron.read_flags import read_flags, verdict_of
+from megaaccum.pretrain.interop.megatron.read_flags import read_flags
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[4] / "docs"
+GENERATOR = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "gen_megatron_flags.py"))
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
@@ -58,7 +58,7 @@ def config_of(text: str):
 
 def test_every_argument_of_both_parsers_goes_exactly_one_way():
     names = {action.dest for action in parser()._actions}
-    ways = {name: verdict_of(name) for name in names}
+    ways = {name: GENERATOR["verdict_of"](name) for name in names}
     assert set(ways.values()) == {"key", "rule", "model", "run", "note", "refuse"}
     in_lists = [name for row in lists() for name in row.names]
     assert len(in_lists) == len(set(in_lists))
@@ -69,13 +69,12 @@ def test_every_argument_of_both_parsers_goes_exactly_one_way():
 
 def test_what_reaches_the_builder_is_a_field_of_the_installed_version():
     assert handled("owned_fields") & model_fields().keys()
-    assert len([name for name in defaults() if verdict_of(name) == "model"]) > 50
+    assert len([name for name in defaults() if GENERATOR["verdict_of"](name) == "model"]) > 50
 
 
 def test_the_page_of_the_documentation_is_the_tables():
-    generator = runpy.run_path(str(DOCS / "gen_megatron_flags.py"))
-    written = generator["PAGE"].read_text(encoding="utf-8")
-    assert written == generator["page"](), "run: python docs/gen_megatron_flags.py"
+    written = GENERATOR["PAGE"].read_text(encoding="utf-8")
+    assert written == GENERATOR["page"](), "run: python docs/gen_megatron_flags.py"
 
 
 # --- one flag at a time ----------------------------------------------------------------------------------------------
