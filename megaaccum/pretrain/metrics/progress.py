@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megaaccum.config.layout import RankLayout
 from megaaccum.config.schema import RunConfig
 from megaaccum.pretrain.metrics.journal import Record
 from megaaccum.pretrain.metrics.speed import Speed
@@ -17,6 +18,12 @@ SHOWN_WAIT = 0.05
 def last_step(run: RunConfig, start_step: int) -> int:
     """The step after which a start that continues after `start_step` ends."""
     return run.train_iters if run.max_steps is None else min(run.train_iters, start_step + run.max_steps)
+
+
+def ranks_of(layout: RankLayout) -> str:
+    """`tp 2 x pp 4 x dp 2`, for a heading: the axes of a layout that are cut, and dp."""
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp")
 
 
 class Progress:

@@ -16,7 +16,7 @@ from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import TOTALS, Journal, Record
-from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step, ranks_of
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
@@ -269,11 +269,5 @@ def _read(record: Mapping[str, Any]) -> Record:
 
 
 def _title(plan: Plan) -> str:
-    model, layout = plan.config.model, plan.layout
-    ranks = " x ".join(
-        f"{name} {size}"
-        for name, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp))
-        if size > 1 or name == "dp"
-    )
-    batch = f"{plan.batch.global_batch_size} x {plan.batch.seq_length} tokens per step"
-    return f"{model.num_layers} layers of width {model.hidden_size}, {batch}, {ranks}"
+    model, batch = plan.config.model, f"{plan.batch.global_batch_size} x {plan.batch.seq_length} tokens per step"
+    return f"{model.num_layers} layers of width {model.hidden_size}, {batch}, {ranks_of(plan.layout)}"

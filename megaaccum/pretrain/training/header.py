@@ -6,7 +6,7 @@ from megaaccum.config import Plan
 from megaaccum.config.rules.step import verifies_start
 from megaaccum.platform import cpu, gpu
 from megaaccum.pretrain.metrics.param_count import count_parameters
-from megaaccum.pretrain.metrics.progress import last_step
+from megaaccum.pretrain.metrics.progress import last_step, ranks_of
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 
 
@@ -14,11 +14,9 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     """Summary of ranks, model, batch and length of the run. sync: its sharding mode in words. vocab_size: before
     padding."""
     config, at, batch = plan.config, plan.layout, plan.batch
-    sizes = (("tp", at.tp), ("cp", at.cp), ("pp", at.pp), ("ep", at.ep), ("dp", at.dp))
-    cut = " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "dp")
     run = config.run
     rows = {
-        "ranks": f"{at.world_size} = {cut}, schedule {at.schedule}, {sync}",
+        "ranks": f"{at.world_size} = {ranks_of(at)}, schedule {at.schedule}, {sync}",
         "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
