@@ -150,14 +150,6 @@ def _positive(text: str) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.tokenizer and args.vocab_size:
-        parser.error(f"--vocab-size {args.vocab_size} is for --train-tokenizer; {args.tokenizer} has its own size")
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megaaccum data build",
         description="Make a .bin/.idx pair for training, its tokenizer beside it, from text or JSONL, plain or gzip.",
@@ -183,4 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help="processes (default: the cores)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
-    return parser
+    args = parser.parse_args(argv)
+    if args.tokenizer and args.vocab_size:
+        parser.error(f"--vocab-size {args.vocab_size} is for --train-tokenizer; {args.tokenizer} has its own size")
+    return args
