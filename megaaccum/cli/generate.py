@@ -10,15 +10,11 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaaccum.cli.arguments import command_parser, fewest_ranks
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.launch import local
-
-if TYPE_CHECKING:
-    from megaaccum.pretrain.training.generate import Generation
 
 _USAGE = "megaaccum generate RUN|DIR --prompt TEXT [--prompt TEXT ...] [options] [--key value ...]"
 
@@ -32,16 +28,12 @@ def main(argv: Sequence[str]) -> int:
 
     wanted = Generation(args.source, args.prompt, args.max_new_tokens, words, args.checkpoint, args.chat)
     if "RANK" not in os.environ:
-        return _launch(argv, wanted)
+        nproc = wanted.config.run.nproc_per_node or fewest_ranks(wanted.config)
+        return local.launch_local(list(argv), nproc=nproc, worker="megaaccum.cli.generate:main")
     for prompt, text in generate(wanted, Draw(args.temperature, args.top_k, args.top_p), int(os.environ["WORLD_SIZE"])):
         if os.environ["RANK"] == "0":
             print(f"{prompt}{os.linesep if args.chat else ''}{text}", flush=True)
     return 0
-
-
-def _launch(argv: Sequence[str], wanted: Generation) -> int:
-    nproc = wanted.config.run.nproc_per_node or fewest_ranks(wanted.config)
-    return local.launch_local(list(argv), nproc=nproc, worker="megaaccum.cli.generate:main")
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
