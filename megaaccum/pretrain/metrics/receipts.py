@@ -21,19 +21,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import megaaccum
+from megaaccum.config import Plan
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform.files import installed, replace_text, set_aside
+from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import Record, writable
 from megaaccum.texts import packaged_yaml, parse_json, read_text
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.pretrain.metrics.goodput import Goodput
 
 SCHEMA, VERSION = "megaaccum receipt", 1
 LAUNCHED = "MEGAACCUM_LAUNCHED"

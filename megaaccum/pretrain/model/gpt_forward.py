@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megaaccum.distributed.groups import Groups
 from megaaccum.platform import cpu
 from megaaccum.step.short_batch import Microbatch
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
 
 REPORTS = {"num_tokens": "sum"}
 """How its reports are reduced."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.engine import Engine
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.data.shared import SharedLoader
-    from megaaccum.pretrain.metrics.expected import Expected
+from megaaccum.config import Plan
+from megaaccum.engine import Engine
+from megaaccum.pretrain.data.dataset import Datasets
+from megaaccum.pretrain.data.shared import SharedLoader
+from megaaccum.pretrain.metrics.expected import Expected
 
 
 class Advisor(Protocol):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaaccum.config.batch import BatchPlan
+from megaaccum.engine import Engine
 from megaaccum.errors import MegaaccumError
+from megaaccum.pretrain.data.dataset import Datasets
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.data.sources import read_run_tokenizer
+from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.model.gpt_forward import read_by
 from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
 from megaaccum.pretrain.training.text_comparisons import compare_texts
-
-if TYPE_CHECKING:
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.engine import Engine
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.metrics.run_log import RunLog
 
 
 def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megaaccum.config import Plan
 from megaaccum.errors import MegaaccumError
+from megaaccum.pretrain.training.advisor import Advisor
 from megaaccum.pretrain.training.training_run import TrainingRun
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.pretrain.training.advisor import Advisor
 
 
 def train(plan: Plan, advisor: Advisor) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.platform import cpu
+from megaaccum.pretrain.data.dataset import Datasets
 from megaaccum.pretrain.metrics import flops, receipts
 from megaaccum.pretrain.metrics.run_log import RunLog
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.training.advisor import Advisor
+from megaaccum.pretrain.training.advisor import Advisor
 
 
 def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -> RunLog:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.engine import Engine
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.pretrain.training.text_comparisons import Row, microbatch_of
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.engine import Engine
 
 NUM_TOKENS, NUM_PROMPT = 24, 8
 """Tokens of a sample, and of the training text that is its prompt."""

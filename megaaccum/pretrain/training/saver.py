@@ -7,24 +7,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from megaaccum.checkpoint import resume, save_load
 from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates, step_of
+from megaaccum.checkpoint.save_load import BackgroundSave
+from megaaccum.config import Plan
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.engine import Engine
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.pretrain.data.dataset import Datasets
 from megaaccum.pretrain.launch.lock import LOCK
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.weights import foreign
-
-if TYPE_CHECKING:
-    import torch
-
-    from megaaccum.checkpoint.save_load import BackgroundSave
-    from megaaccum.config import Plan
-    from megaaccum.engine import Engine
-    from megaaccum.pretrain.data.dataset import Datasets
 
 _WAIT_AFTER_AN_ERROR = 5.0
 """Seconds in which a checkpoint that is being written may become whole when the run ends with an error; less than the

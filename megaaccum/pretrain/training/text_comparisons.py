@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.engine import Engine
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.step.short_batch import Microbatch
 from megaaccum.texts import packaged_yaml
-
-if TYPE_CHECKING:
-    from megaaccum.engine import Engine
 
 Encode = Callable[[str], list[int]]
 

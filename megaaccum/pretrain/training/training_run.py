@@ -7,24 +7,30 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megaaccum.checkpoint import save_load
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform import cpu
-from megaaccum.pretrain.data.dataset import build_datasets
+from megaaccum.pretrain.data.dataset import Datasets, build_datasets
+from megaaccum.pretrain.data.loader import Batch
+from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
+from megaaccum.pretrain.training.advisor import Advisor
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
 from megaaccum.pretrain.training.open_log import open_log
@@ -32,17 +38,7 @@ from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
 from megaaccum.pretrain.training.saver import Saver, continued
 from megaaccum.pretrain.training.stop_signals import StopSignals
 from megaaccum.pretrain.weights import foreign
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.data.loader import Batch
-    from megaaccum.pretrain.data.shared import SharedLoader
-    from megaaccum.pretrain.metrics.run_log import RunLog
-    from megaaccum.pretrain.training.advisor import Advisor
-    from megaaccum.step.result import StepResult
-
+from megaaccum.step.result import StepResult
 
 _SHARE_OF_TIMEOUT = 0.9
 """Share of a collective's timeout that a first step may take: ranks then report before NCCL ends them."""

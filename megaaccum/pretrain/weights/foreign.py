@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,14 +12,12 @@ from megaaccum.checkpoint.folders import Progress, latest
 from megaaccum.checkpoint.pieces import held_pieces
 from megaaccum.config.schema import Config
 from megaaccum.distributed.agreement import assert_same_on_ranks, distinct_values, raise_on_all_ranks
+from megaaccum.engine import Engine
 from megaaccum.errors import CheckpointError, listed
 from megaaccum.pretrain.weights.deepspeed_folder import DeepSpeedFolder, is_deepspeed
 from megaaccum.pretrain.weights.rows import ROWS_ARE_TOKENS
 from megaaccum.pretrain.weights.torch_dist import TorchDist, is_torch_dist
 from megaaccum.pretrain.weights.weights_in import HuggingFaceFolder, Mapped
-
-if TYPE_CHECKING:
-    from megaaccum.engine import Engine
 
 Source = TorchDist | DeepSpeedFolder | HuggingFaceFolder
 """Weights of another program under our names: `whole` gives a parameter, `rest` what is none of these parameters."""
