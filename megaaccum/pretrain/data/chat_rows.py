@@ -7,6 +7,7 @@ once, longest first, each into the fullest row that has room (best fit), so ever
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,7 @@ def shown(config: Config, train: list[Part]) -> dict[str, str]:
 
 
 def _read_blend(config: Config, blend: Blend, bounds: tuple[float, float]) -> list[Part]:
-    weights = blend.weights or [None] * len(blend.prefixes)
+    weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
     return [_read_part(config, Path(name), each, bounds) for name, each in zip(blend.prefixes, weights, strict=True)]
 
 
