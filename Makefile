@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled once here: every process of every run imports torch, DeepSpeed and Megatron.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt
 
-.PHONY: setup te demo quick quick-long quick-rest test bank long weights lint types docs bench dist hashes
+.PHONY: setup te demo quick quick-long quick-rest test test-1 test-2 bank long weights lint types docs bench dist hashes
 
 setup: $(STAMP)
 
@@ -55,23 +55,21 @@ quick-long: setup
 quick-rest: setup
 	$(BIN)/python -m pytest -q tests/unit $(LONG:%=--ignore %) tests/multiproc/test_backend_table.py::test_one_cell_per_backend
 
-# Every test, in parts, two at a time: one alone leaves a core idle wherever a rank waits or there is one rank only.
-# Each part reports at its end; the longest come first. A part costs 15 seconds of imports and collecting.
+# Every test, in two processes, each of which takes the file of tests that is next: one alone leaves a core idle wherever a
+# rank waits or there is one rank only. Each reports at its end; files of many short tests come last.
 # `python -m pytest` is the same in one process.
-PARTS := e-h i-o s-t p-ru-z a-d rest
+PROCESSES := test-1 test-2
 
-test-rest test-%: export OMP_NUM_THREADS = 1
+$(PROCESSES): export OMP_NUM_THREADS = 1
 # Dozens of processes import the package, each of which would compile it where a shell forbids it to keep that.
-test-rest test-%: export PYTHONDONTWRITEBYTECODE =
+$(PROCESSES): export PYTHONDONTWRITEBYTECODE =
 
 test: setup te
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync $(PARTS:%=test-%)
+	@turns=$$(mktemp -d); TEST_TURNS=$$turns $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,--jobs 2) \
+	  --keep-going --output-sync $(PROCESSES); code=$$?; rm -r $$turns; exit $$code
 
-test-rest: setup
-	$(BIN)/python -m pytest tests/unit tests/multihost
-
-test-%: setup
-	$(BIN)/python -m pytest tests/multiproc/test_[$*]*.py
+$(PROCESSES): setup
+	$(BIN)/python -m pytest tests/multiproc tests/multihost tests/unit
 
 # Every documented mistake, made on purpose: each is caught by a wrong number.
 bank: setup

@@ -1,9 +1,13 @@
 """Setting of every test: a machine without GPUs, as far as this process and its children see, and calm libraries."""
 
 import gc
+import itertools
 import os
 import signal
 from collections import Counter
+from pathlib import Path
+
+import pytest
 
 from megaaccum.distributed import preload
 from megaaccum.platform import quiet
@@ -27,6 +31,31 @@ def pytest_collection_finish(session):
     """Tests and libraries stay until the end: no later garbage collection need visit them."""
     preload.freeze_objects()
     gc.enable()
+
+
+def in_turns(items, folder):
+    """The items of each file that no other process has taken, which a file of that number in `folder` says."""
+    for number, (_, of_file) in enumerate(itertools.groupby(items, key=lambda item: item.path)):
+        try:
+            (Path(folder) / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from of_file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Run the files that are left, beside the other processes of `make test`, which have collected the same ones."""
+    folder = os.environ.get("TEST_TURNS")
+    if not folder or session.testsfailed or session.config.option.collectonly:
+        return None  # to pytest's own loop
+    mine = in_turns(session.items, folder)
+    item = next(mine, None)
+    while item is not None and not session.shouldfail and not session.shouldstop:
+        following = next(mine, None)
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item = following
+    return True
 
 
 def pytest_terminal_summary(terminalreporter):

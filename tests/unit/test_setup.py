@@ -8,10 +8,12 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megaaccum.cli import doctor
+from tests import conftest
 
 ROOT = Path(__file__).parents[2]
 FILES = ("Makefile", "pyproject.toml", "constraints.txt")
@@ -63,23 +65,42 @@ def test_a_python_without_venv_is_one_clear_line(bare_machine):
     assert "python3.12 could not make .venv" in complaint(answer)
 
 
-def multiproc_files_run_by_make_test(*variables: str) -> list[Path]:
+def test_make_test_runs_every_folder_of_tests_in_both_processes():
     make = shutil.which("make")
     assert make, "these tests need make"
     env = {"PATH": os.environ["PATH"]}  # under `make test` there is more, of the make above
-    ran = subprocess.run(
-        [make, "-n", "test", *variables], cwd=ROOT, env=env, capture_output=True, text=True, check=True
-    )
-    assert "pytest tests/unit tests/multihost\n" in ran.stdout
-    parts = re.findall(r"pytest (tests/multiproc/\S+)", ran.stdout)
-    return sorted(file for part in parts for file in ROOT.glob(part))
+    ran = subprocess.run([make, "-n", "test"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
+    assert [set(line.split()) for line in re.findall("-m pytest (.*)", ran.stdout)] == [set(folders)] * 2
 
 
-def test_the_parts_of_make_test_have_every_file_once():
-    files = sorted((ROOT / "tests" / "multiproc").glob("test_*.py"))
-    assert multiproc_files_run_by_make_test() == files
-    assert multiproc_files_run_by_make_test("PARTS=a-d f-z rest") != files
-    assert multiproc_files_run_by_make_test("PARTS=a-e e-z rest") != files
+def test_processes_that_take_turns_run_each_file_once_and_whole(tmp_path):
+    items = [SimpleNamespace(path=file, number=number) for file in "abcdefg" for number in range(3)]
+    ran: list[list] = [[], [], []]
+    left = [(mine, conftest.in_turns(items, tmp_path)) for mine in ran]
+    while left:
+        mine, turns = left.pop(0)
+        if (item := next(turns, None)) is not None:
+            mine.append(item)
+            left.append((mine, turns))
+    assert all(len({item.path for item in mine}) > 1 for mine in ran)
+    assert sorted((item.path, item.number) for mine in ran for item in mine) == [(i.path, i.number) for i in items]
+    assert all([item.number for item in mine] == [0, 1, 2] * (len(mine) // 3) for mine in ran)
+
+
+def test_a_process_whose_files_others_have_taken_runs_the_rest(tmp_path):
+    """By pytest's own command: two files, of which the first is taken."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / f"test_{name}.py").write_text("def test_one():\n    pass\n\n\ndef test_fails():\n    assert 0\n")
+    turns = tmp_path / "turns"
+    turns.mkdir()
+    (turns / "0").touch()
+    command = [sys.executable, *"-m pytest -q -p no:cacheprovider --rootdir . .".split()]
+    env = os.environ | {"TEST_TURNS": str(turns), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and "1 failed, 1 passed" in ran.stdout and "test_first" not in ran.stdout, ran.stdout
+    assert {path.name for path in turns.iterdir()} == {"0", "1"}
 
 
 def pins():
