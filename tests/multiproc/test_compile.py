@@ -70,11 +70,17 @@ def train(sharding: dict, schedule: str, compiled=None) -> Trained:
     return numbers, dict(engine.whole_weights())
 
 
-def both(sharding: dict, schedule: str, compiled) -> tuple[Trained, Trained, list[str]]:
-    """Outcomes of the model as it is and compiled; errors that Python passed over, functions that torch.compile gave
-    up."""
+Both = tuple[Trained, Trained, list[str]]
+"""Outcomes of the model as it is and compiled; errors that Python passed over, functions that torch.compile gave up."""
+
+
+def both(sharding: dict, schedule: str, compiled) -> Both:
+    """Nothing that an earlier cell compiled is left."""
+    import torch
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
+    counters.clear()
     complaints: list[str] = []
     sys.unraisablehook = lambda raised: complaints.append(str(raised.exc_value))
     plain, found = train(sharding, schedule), train(sharding, schedule, compiled)
@@ -82,13 +88,23 @@ def both(sharding: dict, schedule: str, compiled) -> tuple[Trained, Trained, lis
     return plain, found, [*complaints, *counters["recompile_limit"]]
 
 
+def every_cell() -> list[Both]:
+    return [both(*cell) for cell in CELLS.values()]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[Both, ...]]:
+    """Each rank's outcome of each cell, of one start: ranks import and set up torch's compiler once for all cells."""
+    return dict(zip(CELLS, zip(*run_ranks(every_cell, 4, timeout=300), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_compiled_model_takes_the_same_steps(cell):
+def test_a_compiled_model_takes_the_same_steps(found, cell):
     import torch
 
-    for (numbers, weights), (others, found), complaints in run_ranks(both, 4, *CELLS[cell], timeout=90):
+    for (numbers, weights), (others, compiled), complaints in found[cell]:
         assert others == pytest.approx(numbers, rel=1e-6)
-        assert found.keys() == weights.keys()
+        assert compiled.keys() == weights.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(compiled[name], weight, rtol=1e-5, atol=1e-6)
         assert not complaints
