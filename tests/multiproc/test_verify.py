@@ -4,8 +4,6 @@ compared is refused with the reason."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -218,11 +216,10 @@ def test_what_cannot_be_verified(build, step, reason):
 
 
 def test_the_place_of_a_mistake_is_found(tmp_path):
-    """By `python -m benchmarks verify`, in a process of its own: a mistake names what it replaces, which takes every
-    library. `make bank` locates others."""
+    """By `python -m benchmarks verify`. `make bank` locates others."""
     written = tmp_path / "outcomes.json"
-    command = [sys.executable, "-m", "benchmarks", "verify", "--json", str(written), "--mistakes", "division per stage"]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    ended = whole_runs.command("benchmarks.verify", "--json", str(written), "--mistakes", "division per stage")
+    assert ended.code == 0, ended.output
     (row,) = json.loads(written.read_text())["mistakes"]
     assert row["outcome"] == "localised", row
 
@@ -246,10 +243,10 @@ def test_the_command(tmp_path, capsys):
 def test_the_path_of_a_gpu_is_taken_on_a_cpu(tmp_path):
     """Ranks and reference start torch.distributed as a run does; BF16 is compared, and one process' distance of it."""
     out = tmp_path / "verdict.json"
-    command = [sys.executable, "-m", "megaaccum", "verify", "configs/tiny_cpu.yaml", "--device", "gpu", "--dry-run"]
-    ended = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == PASSED, ended.stdout + ended.stderr
-    assert "--device gpu: a dry run, without a GPU" in ended.stdout
+    words = "verify configs/tiny_cpu.yaml --device gpu --dry-run --json"
+    ended = whole_runs.command("megaaccum.cli", *words.split(), str(out))
+    assert ended.code == PASSED, ended.output
+    assert "--device gpu: a dry run, without a GPU" in ended.output
     lanes = {each["lane"]: each for each in json.loads(out.read_text())["lanes"]}
     assert set(lanes) == {"fp64", "fp32", "bf16"}
     for lane in ("fp32", "bf16"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import multiprocessing
 import os
 import resource
 import shutil
@@ -13,9 +15,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
-from megaaccum.lab.verification.testing import try_ranks
+from megaaccum.lab.verification.testing import Outcome, ranks, try_ranks
 from megaaccum.pretrain.metrics import journal
 from tests.support.data_samples import counting_pair
 
@@ -66,10 +69,27 @@ def started(
     argv: list[str], worker: str = "", max_bytes: int = 0, env: dict[str, str] | None = None, timeout: float = 100
 ) -> Ended:
     """`megaaccum train` with this command line; the rest as for `train`."""
-    (rank,) = try_ranks(_train, 1, argv, worker, max_bytes, init=False, timeout=timeout, env=env)
+    return _ended(*try_ranks(_train, 1, argv, worker, max_bytes, init=False, timeout=timeout, env=env))
+
+
+def command(module: str, *argv: str) -> Ended:
+    """`main` of a module that starts ranks for itself. It runs in a process that has the libraries imported, and so do
+    its ranks, which are forks of that: a fresh interpreter takes six core seconds to have one that forks them."""
+    return _ended(*try_ranks(_command, 1, module, argv, init=False, timeout=300))
+
+
+def _ended(rank: Outcome) -> Ended:
     assert not rank.failed, f"{rank.error}\n{rank.stack}\n{rank.output}"
     output, _, code = rank.output.rpartition("exit code ")
     return Ended(int(code), output)
+
+
+def _command(module: str, argv: tuple[str, ...]) -> None:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    ranks._context = lambda hide_gpus: multiprocessing.get_context("fork")
+    print("exit code", importlib.import_module(module).main(list(argv)), flush=True)
 
 
 def _train(argv: list[str], worker: str, max_bytes: int) -> None:
