@@ -183,8 +183,8 @@ def folder(tmp_path):
     ],
 )
 def test_losses_fall_under_the_command_that_is_shown(name, fall, run, folder):
-    """One program around Megatron's loop is started by torchrun itself; around the engine those of the README
-    (test_snippets.py) and of the test of megatron_gpt below are. Two steps are compared, because rl_worker takes the
+    """One program around Megatron's loop is started by torchrun itself; around the engine that of the README is
+    (test_snippets.py). Two steps are compared, because rl_worker takes the
     halves of its batch in turn."""
     if name == "hf_zero3":
         pytest.importorskip("transformers", reason="not installed: transformers")
@@ -210,7 +210,7 @@ def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
     (folder / "book.txt").write_text(text[:400_000], encoding="utf-8")
     build, train = commands_of("megatron_gpt")
     run_command(build, folder)
-    first = run_command(train, folder)
+    first = run_on_ranks(train, folder)
     losses = losses_of(first)
     validation = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", first)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5, losses

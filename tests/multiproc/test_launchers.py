@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import whole_runs
+from tests.support.snippets import try_on_ranks
 from tests.support.whole_runs import config_file, losses, make_data
 
 ROOT = Path(__file__).parents[2]
@@ -58,20 +59,19 @@ def test_every_launcher_runs_the_same_job(run, tmp_path, launcher):
     assert not any(word in line.lower() for line in ours for word in ("warn", "deprecat", "traceback"))
 
 
-def test_torchrun_shows_an_error_of_all_ranks_once(run):
+def test_ranks_of_a_launcher_show_an_error_of_all_once(run):
     path, _ = run
-    ended = start("torchrun", "--config", str(path), "--pipeline_model_parallel_size", "3")
-    assert ended.returncode != 0
-    said = [line for line in ended.stdout.splitlines() if line.startswith("megaaccum: ")]
+    ranks = try_on_ranks(f"torchrun --nproc-per-node 2 {SCRIPT} --config {path} --pipeline_model_parallel_size 3", ROOT)
+    assert all(rank.status for rank in ranks) and any(rank.status > 0 for rank in ranks)
+    said = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("megaaccum: ")]
     assert len(said) == 1
     assert "world size 2 is not divisible by" in said[0]
 
 
 def test_a_verification_takes_the_launchers_ranks():
-    arguments = ["-m", "megaaccum", "verify", "configs/tiny_cpu.yaml", "--shrink", "--steps", "1"]
-    command = [str(BIN / "torchrun"), "--master_port", str(whole_runs.free_port()), "--nproc_per_node", "2", *arguments]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    ended = whole_runs.run_bounded(command, environment, timeout=300)
-    assert ended.returncode == 0, ended.stdout
-    assert ended.stdout.count("PASS: 1 step") == 1
-    assert "pp 2 on 2 ranks" in ended.stdout
+    argv = "-m megaaccum verify configs/tiny_cpu.yaml --shrink --steps 1"
+    ranks = try_on_ranks(f"torchrun --nproc-per-node 2 {argv}", ROOT)
+    said = "".join(rank.output for rank in ranks)
+    assert [rank.status for rank in ranks] == [0, 0], said
+    assert said.count("PASS: 1 step") == 1
+    assert "pp 2 on 2 ranks" in said

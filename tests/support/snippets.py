@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaaccum.lab.verification.testing import try_ranks
+from megaaccum.lab.verification.testing import Outcome, try_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,15 +66,24 @@ def run_command(command: str, folder: Path) -> str:
 def run_on_ranks(command: str, folder: Path) -> str:
     """Run the program of a `torchrun --nproc-per-node N` command in `folder`, on N ranks that have the libraries
     imported: a start by torchrun itself takes three core seconds more for each. Returns its output."""
-    launcher, option, num_ranks, *argv = shlex.split(command)
-    assert (launcher, option) == ("torchrun", "--nproc-per-node"), command
-    ranks = try_ranks(_run_program, int(num_ranks), argv, str(folder), init=False, timeout=200)
+    ranks = try_on_ranks(command, folder)
     assert not any(rank.failed for rank in ranks), "\n".join(f"{rank.error}\n{rank.output}" for rank in ranks)
     return "".join(rank.output for rank in ranks)
 
 
+def try_on_ranks(command: str, folder: Path) -> list[Outcome]:
+    """How each rank of `run_on_ranks` ended, for commands that are meant to fail."""
+    launcher, option, num_ranks, *argv = shlex.split(command)
+    assert (launcher, option) == ("torchrun", "--nproc-per-node"), command
+    return try_ranks(_run_program, int(num_ranks), argv, str(folder), init=False, timeout=200)
+
+
 def _run_program(argv: list[str], folder: str) -> None:
     os.chdir(folder)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent.absolute()))  # as Python does for a program
     runpy.run_path(argv[0], run_name="__main__")
