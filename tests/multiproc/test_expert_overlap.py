@@ -18,7 +18,7 @@ from tests.support.distance import check
 from tests.support.parity import Case, Rig, gradient
 
 MODEL = (
-    "--num_layers 8 --num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
+    "--num_experts 4 --moe_router_topk 2 --no_add_bias_linear --moe_ffn_hidden_size 32 "
     "--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 --moe_router_dtype fp64 "
 )
 EP = "--expert_model_parallel_size 2 --grad_accum_steps 2 "
@@ -31,12 +31,13 @@ LAYOUTS = {
 OVERLAP = "--overlap_moe_expert_parallel_comm "
 
 
-def case(schedule: str, *, overlap: bool = True) -> Case:
-    return Case(2 if schedule == "none" else 4, LAYOUTS[schedule] + (OVERLAP if overlap else ""), MODEL, "bf16")
+def case(schedule: str, *, overlap: bool = True, layers: int = 8) -> Case:
+    layout = LAYOUTS[schedule] + (OVERLAP if overlap else "")
+    return Case(2 if schedule == "none" else 4, layout, f"--num_layers {layers} {MODEL}", "bf16")
 
 
 def test_gradients_of_one_process():
-    tied = case("none")  # a piece of its own for the embedding and for the head, which share a weight
+    tied = case("none", layers=4)  # a piece of its own for the embedding and for the head, which share a weight
     check(
         [
             tied,
@@ -49,7 +50,7 @@ def test_gradients_of_one_process():
 
 def test_dense_layers_first_and_prediction_at_the_end_of_a_v():
     """DeepSeek-V3's shape at toy size: three dense layers, then experts, and a prediction layer beside the head."""
-    model = MODEL.replace("--num_layers 8", "--num_layers 10 --moe_layer_freq [0]*3+[1]*7")
+    model = f"--num_layers 10 --moe_layer_freq [0]*3+[1]*7 {MODEL}"
     model += "--position_embedding_type rope --mtp_num_layers 1 --mtp_loss_scaling_factor 0.5 --loss_norm token "
     model = model.replace("--moe_aux_loss_coeff 0.1 --moe_z_loss_coeff 0.01 ", "")
     layout = LAYOUTS["dualpipev"] + "--pipeline_model_parallel_layout Ettt|ttt|ttt|tmL "
@@ -59,7 +60,7 @@ def test_dense_layers_first_and_prediction_at_the_end_of_a_v():
 def test_a_dense_layer_last():
     """Megatron's plans apply the final norm after a last layer with experts alone. Tokens go to all experts: rounding
     would change which they go to."""
-    model = MODEL.replace("--num_layers 8", "--num_layers 8 --moe_layer_freq 2").replace("topk 2", "topk 4")
+    model = f"--num_layers 8 --moe_layer_freq 2 {MODEL}".replace("topk 2", "topk 4")
     check([replace(case("none"), model=model)])
     check([replace(case(schedule), model=model) for schedule in ("dualpipev", "interleaved")])
 
@@ -138,7 +139,7 @@ def unlike(at: Case) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("key", ["--variable_seq_lengths", "--short_batch pad"])
 def test_each_micro_batch_has_the_scale_of_its_own_side_losses(schedule, key):
     """Also where ranks that exchange tokens lack different micro-batches: their passes interleave alike."""
-    at, apart = case(schedule), case(schedule, overlap=False)
+    at, apart = case(schedule, layers=4), case(schedule, layers=4, overlap=False)
     by_rank = [
         run_ranks(unlike, each.world_size, replace(each, layout=f"{each.layout} {key}"), timeout=60)
         for each in (at, apart)
@@ -171,4 +172,4 @@ def interleaving_flushes(at: Case) -> list[bool]:
 
 
 def test_who_looks_at_single_micro_batches_has_them_run_one_by_one():
-    assert run_ranks(interleaving_flushes, 4, case("dualpipev"), timeout=60) == [[True, True, False]] * 4
+    assert run_ranks(interleaving_flushes, 4, case("dualpipev", layers=4), timeout=60) == [[True, True, False]] * 4

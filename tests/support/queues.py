@@ -18,11 +18,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from megaaccum.executor import p2p
 from megaaccum.executor.p2p import Mail
 from megaaccum.schedule import build
 from megaaccum.schedule.actions import Schedule
@@ -96,6 +98,12 @@ def stream_of(channel: tuple[int, int, str]) -> Hashable:
 def launched(schedule: Schedule, rank: int, *, at_once: bool = False) -> list[Kernel]:
     """The kernels that `rank` launches in one flush, in order. at_once: receives are posted ahead whatever
     their messages wait for."""
+    return _launched(schedule, rank, at_once, p2p.AHEAD_ON_NCCL)
+
+
+@cache
+def _launched(schedule: Schedule, rank: int, at_once: bool, ahead: int) -> list[Kernel]:
+    """Hundreds of simulations share a flush. ahead: what `Mail` reads for itself."""
     on = Launched(rank, list(range(schedule.pp)))
     with patch.object(torch.cuda, "current_stream", lambda: None):  # there is no GPU
         needs = {} if at_once else sends_needed(schedule, rank)
@@ -138,7 +146,7 @@ def stuck(
     """The kernels at which queues wait for ever, empty where the flush ends. Compute has queue 0; streams of messages
     share the others (or queue 0 where it is the only one) in the order in which they are connected, from `offset`.
     waits: kernels before whose launch the rank's host waits until its device has nothing left to do."""
-    channels = sorted({channel for rank in range(schedule.pp) for channel in sends(schedule, rank)})
+    channels = _channels(schedule)
     ranks = [
         _Rank(
             launched(schedule, rank, at_once=at_once),
@@ -152,6 +160,11 @@ def stuck(
     while any(rank.go_on(begun) for rank in ranks):
         pass
     return [rank.kernels[waiting[0]].text for rank in ranks for waiting in rank.waiting.values() if waiting]
+
+
+@cache
+def _channels(schedule: Schedule) -> list[tuple[int, int, str]]:
+    return sorted({channel for rank in range(schedule.pp) for channel in sends(schedule, rank)})
 
 
 def _queue_of(channels: list[tuple[int, int, str]], rank: int, queues: int, offset: int) -> dict[Hashable, int]:
