@@ -8,8 +8,8 @@ MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplicatio
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
-from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.pretrain.metrics.layer_shapes import elements, expert_layers, layer_matrices
@@ -28,7 +28,16 @@ PEAKS: list[tuple[frozenset[str], float]] = [
 """Words that a device's name must hold, and its peak. The first match counts."""
 
 
-def step_flops(config: Config, batch: BatchPlan, *, vocab_size: int) -> float:
+class Batch(Protocol):
+    """Fields of a BatchPlan that are used here."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def seq_length(self) -> int: ...
+
+
+def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
     """Model FLOPs of one optimizer step over all ranks: forward and backward of `global_batch_size` sequences.
 
     `config` is a resolved one, `vocab_size` the tokens of the vocabulary before padding. The attention mask is causal,
