@@ -132,10 +132,10 @@ def as_they_come() -> Iterator[None]:
 
 def rounded_once() -> Iterator[None]:
     """A rank's sum is rounded for its message only."""
-    from megaaccum.sharding.sum_tree import MicrobatchSums
+    from megaaccum.sharding.sum_tree import MicrobatchSums, Runs
 
     def unrounded(cls, plan, groups):
-        return cls(rank=groups.dp_cp.rank(), ranks=groups.dp_cp.size())
+        return cls(runs=Runs(1, groups.dp_cp.size()), rank=groups.dp_cp.rank())
 
     with patch.object(MicrobatchSums, "from_plan", classmethod(unrounded)):
         yield
