@@ -6,12 +6,13 @@ into memory over time. The model: a rank does one action at a time, sends do not
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Pair, Schedule
 from megaaccum.schedule.exchange import Layer, together
+from megaaccum.schedule.validate import in_order
 
 Durations = float | Sequence[float]
 """Seconds of one pass of one micro-batch through a stage: one number for all stages, or one per stage."""
@@ -85,9 +86,55 @@ def simulate(schedule: Schedule, costs: Costs, *, early_send: bool | None = None
     early_send: whether a full backward's input gradient leaves before its weight gradient is computed. Default: as it
     would be run (`Schedule.by_megatron`). The schedule should be valid; raises ScheduleError if it cannot end.
     """
-    if early_send is None:
-        early_send = not schedule.by_megatron
-    return _Run(schedule, costs, early_send).run()
+    early = not schedule.by_megatron if early_send is None else early_send
+    count, m, owner = schedule.num_stages, schedule.num_microbatches, schedule.rank_of_stage
+    forward, input_grad, weight_grad = costs.by_stage(count)
+    fused, layers, p2p = [] if costs.fused is None else _each(costs.fused, count), costs.layers, costs.p2p
+    # When the forward / the input gradient of (stage, micro-batch) is done.
+    activation, gradient = [0.0] * (count * m), [0.0] * (count * m)
+    # What a pass leaves, how long it takes, and to which stage its result goes.
+    kinds = {"F": (activation, forward, 1), "I": (gradient, input_grad, -1), "B": (gradient, input_grad, -1)}
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(schedule.pp)]
+    free, num_left = [0.0] * schedule.pp, sum(map(len, schedule.items))
+
+    def pair(rank: int, item: Pair) -> tuple[float, float]:
+        """Start when the inputs of both are there, end both together, with the backward's weight gradient."""
+        (_, chunk, ahead), (kind, other, back) = item
+        up, down = schedule.stages[rank][chunk], schedule.stages[rank][other]
+        inputs = (activation, up - 1, ahead), (gradient, down + 1, back)
+        arrived = [done[at * m + mb] + p2p * (owner[at] != rank) for done, at, mb in inputs if 0 <= at < count]
+        start = max([free[rank], *arrived])
+        end = start + (together(layers[up], layers[down]).seconds if layers is not None else fused[up])
+        activation[up * m + ahead] = gradient[down * m + back] = end
+        return start, end + weight_grad[down] * (layers is not None and kind == "B")
+
+    for rank, item in in_order(schedule, schedule.items):
+        num_left -= 1
+        now, stages = free[rank], schedule.stages[rank]
+        if len(item) == 2 and (fused or layers is not None):
+            spans[rank] += [pair(rank, item)] * 2
+            free[rank] = spans[rank][-1][1]
+            continue
+        for kind, chunk, microbatch in item if len(item) == 2 else (item,):
+            start, stage = now, stages[chunk]
+            if kind == "W":
+                now += weight_grad[stage]
+            else:
+                done, seconds, step = kinds[kind]
+                here, source = stage * m + microbatch, stage - step
+                if 0 <= source < count:
+                    there = done[here - step * m] + (p2p if owner[source] != rank else 0.0)
+                    start = there if there > now else now
+                now = done[here] = start + seconds[stage]
+                if kind == "B":
+                    now += weight_grad[stage]
+                    if not early:
+                        done[here] = now
+            spans[rank].append((start, now))
+        free[rank] = now
+    if num_left:
+        raise ScheduleError(f"schedule {schedule.name} cannot end; `validate` says which ranks wait for whom")
+    return Simulation(makespan=max(free), busy=tuple(map(_covered, spans)), spans=tuple(tuple(each) for each in spans))
 
 
 def _each(durations: Durations, stages: int) -> list[float]:
@@ -96,113 +143,6 @@ def _each(durations: Durations, stages: int) -> list[float]:
     if len(durations) != stages:
         raise ScheduleError(f"{len(durations)} durations for {stages} stages: give one number, or one per stage")
     return [float(each) for each in durations]
-
-
-class _Run:
-    """One simulation. Written for speed: a planner calls it for every candidate, with up to 400,000 actions."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, early_send: bool):
-        stages = schedule.num_stages
-        self.schedule, self.p2p, self.early_send = schedule, costs.p2p, early_send
-        self.forward, self.input_grad, self.weight_grad = costs.by_stage(stages)
-        self.fused = None if costs.fused is None else _each(costs.fused, stages)
-        self.layers = costs.layers
-        slots = stages * schedule.num_microbatches
-        # When the forward / the input gradient of (stage, micro-batch) is done; -1 is not yet.
-        self.activation, self.gradient = [-1.0] * slots, [-1.0] * slots
-        # What a pass leaves, how long it takes, and to which stage its result goes.
-        self._passes = {
-            "F": (self.activation, self.forward, 1),
-            "I": (self.gradient, self.input_grad, -1),
-            "B": (self.gradient, self.input_grad, -1),
-        }
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in range(schedule.pp)]
-        self.owner = schedule.rank_of_stage
-        self.waiting = [False] * schedule.pp
-        self.ready = list(range(schedule.pp))
-
-    def run(self) -> Simulation:
-        walks = [self._walk(rank) for rank in range(self.schedule.pp)]
-        while self.ready:
-            rank = self.ready.pop()
-            self.waiting[rank] = next(walks[rank], False)
-        if any(self.waiting):
-            raise ScheduleError(f"schedule {self.schedule.name} cannot end; `validate` says which ranks wait for whom")
-        makespan = max(end for spans in self.spans for _, end in spans[-1:])
-        return Simulation(
-            makespan=makespan,
-            busy=tuple(_covered(spans) for spans in self.spans),
-            spans=tuple(tuple(spans) for spans in self.spans),
-        )
-
-    def _walk(self, rank: int) -> Iterator[bool]:
-        """Do the rank's actions one after the other; yields True whenever it has to wait for another rank."""
-        stages, m, last = self.schedule.stages[rank], self.schedule.num_microbatches, self.schedule.num_stages - 1
-        spans, early, now = self.spans[rank], self.early_send, 0.0
-        for item in self.schedule.items[rank]:
-            if len(item) == 2 and (self.fused is not None or self.layers is not None):
-                now = yield from self._fused_pair(rank, item, now)
-                continue
-            for kind, chunk, microbatch in item if len(item) == 2 else (item,):
-                start, stage = now, stages[chunk]
-                if kind == "W":
-                    now += self.weight_grad[stage]
-                    spans.append((start, now))
-                    continue
-                done, seconds, step = self._passes[kind]
-                here, source = stage * m + microbatch, stage - step
-                if 0 <= source <= last:
-                    while done[here - step * m] < 0:
-                        yield True
-                    start = self._arrival(done[here - step * m], now, source, rank)
-                now = sent = start + seconds[stage]
-                if kind == "B":
-                    now += self.weight_grad[stage]
-                done[here] = sent if early else now
-                if 0 <= stage + step <= last:
-                    self._wake(stage + step)
-                spans.append((start, now))
-
-    def _fused_pair(self, rank: int, pair: Pair, now: float) -> Generator[bool, None, float]:
-        """Start when the inputs of both are there, end both together, with the backward's weight gradient; returns
-        when."""
-        schedule = self.schedule
-        m, stages = schedule.num_microbatches, schedule.stages[rank]
-        up, down = stages[pair.forward.chunk], stages[pair.backward.chunk]
-        start = now
-        for table, source, at in (
-            (self.activation, up - 1, (up - 1) * m + pair.forward.microbatch),
-            (self.gradient, down + 1, (down + 1) * m + pair.backward.microbatch),
-        ):
-            if 0 <= source < schedule.num_stages:
-                while table[at] < 0:
-                    yield True
-                start = self._arrival(table[at], start, source, rank)
-        if self.layers is not None:
-            end = start + together(self.layers[up], self.layers[down]).seconds
-        else:
-            assert self.fused is not None
-            end = start + self.fused[up]
-        self.activation[up * m + pair.forward.microbatch] = self.gradient[down * m + pair.backward.microbatch] = end
-        for fed in (up + 1, down - 1):
-            if 0 <= fed < schedule.num_stages:
-                self._wake(fed)
-        if self.layers is not None and pair.backward.kind == "B":
-            end += self.weight_grad[down]
-        self.spans[rank] += [(start, end), (start, end)]
-        return end
-
-    def _arrival(self, done: float, now: float, source: int, rank: int) -> float:
-        """The time at which `rank`, free from `now` on, can use the output of stage `source`."""
-        if self.p2p and self.owner[source] != rank:
-            done += self.p2p
-        return done if done > now else now
-
-    def _wake(self, stage: int) -> None:
-        rank = self.owner[stage]
-        if self.waiting[rank]:
-            self.waiting[rank] = False
-            self.ready.append(rank)
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
