@@ -4,6 +4,7 @@ every test's ranks import then: a fifth of a second on each of them, and more in
 import contextlib
 import gc
 import importlib
+from functools import partial
 
 from megaaccum.distributed import preload
 from megaaccum.pretrain.metrics import plots
@@ -39,5 +40,8 @@ with plots.quiet():
 for name in WHERE_THERE:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+# Else each rank that Megatron has save starts an interpreter for a queue: two core seconds, of three that a test takes.
+writer.get_write_results_queue = partial(writer.get_write_results_queue, "fork")  # type: ignore[attr-defined]
 preload.freeze_objects()
 gc.set_threshold(10_000)  # in ranks too: with Python's 700, garbage collections take an eighth of a rank's time

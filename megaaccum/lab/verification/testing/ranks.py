@@ -269,29 +269,23 @@ def _body(rank: Rank, call: bytes) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     fn, args, kwargs = pickle.loads(call)
-    if rank.group_timeout is not None:
-        _init_gloo(rank.group_timeout)
+    dist = None if rank.group_timeout is None else _init_gloo(rank.group_timeout)
     result = fn(*args, **kwargs)
     part = rank.file("part")
     part.write_bytes(tensors.dumps(result))
     part.replace(rank.file("result"))
-    if rank.group_timeout is not None:
-        _destroy()
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _init_gloo(timeout: float) -> None:
-    """The default process group. Its time limit is longer than the test's: the harness reports a hang, not gloo."""
+def _init_gloo(timeout: float) -> Any:
+    """Returns torch.distributed with its default group. The time limit is longer than the test's: the harness reports a
+    hang, not gloo."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout))
     dist.barrier()  # a rank whose function ends at once would close connections that others are still making
-
-
-def _destroy() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return dist
 
 
 # --- what a failure shows ---------------------------------------------------------------------------------------------
