@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
     fixed = parse_axes(",".join(args.fix)) | parse_axes(f"schedule={args.schedule}" if args.schedule else "")
-    limits = Limits(fixed=fixed, max_tp=args.max_tp, max_pp=args.max_pp, max_cp=args.max_cp)
+    limits = Limits(fixed=fixed, most={"tp": args.max_tp, "pp": args.max_pp, "cp": args.max_cp})
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)
     seconds = time.monotonic() - start

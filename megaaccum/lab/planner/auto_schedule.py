@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megaaccum.config import resolve
 from megaaccum.config.derive import derive
@@ -50,8 +50,8 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
     if not is_open(plan):
         return micro_batch.choose_micro_batch(plan, device_bytes, layers=layers_of(plan))
     fitting: list[Priced] = []
-    refused: list[ConfigError] = []
-    over: list[Plan] = []
+    needs: list[str] = []
+    problems: list[str] = []
     for option in _options(plan):
         if is_simulated(option.layout.schedule) and any(each.plan.layout.placement == "v" for each in fitting):
             continue  # they hold less than other Vs for more time
@@ -59,16 +59,15 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
         try:
             settled = micro_batch.choose_micro_batch(option, device_bytes, layers=layers)
         except ConfigError as error:
-            over.append(option)
-            refused.append(error)
+            needs.append(_need(option, device_bytes, layers))
+            problems = error.problems
         else:
             fitting.append(Priced(settled, seconds(settled, layers)))
-    needs = [_need(each, device_bytes, layers_of(each)) for each in over]
     if not fitting:
-        raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *refused[-1].problems])
+        raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *problems])
     ranking = sorted(fitting, key=lambda each: each.seconds)
     best = ranking[0].plan
-    return replace(best, notes=[*best.notes, _reason(ranking, needs, megatrons_choice(plan))])
+    return sync_mode.with_note(best, _reason(ranking, needs, megatrons_choice(plan)))
 
 
 def is_open(plan: Plan) -> bool:

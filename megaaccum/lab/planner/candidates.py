@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from megaaccum.config.schema import ModelConfig, ShardingConfig
+from megaaccum.config.schema import ModelConfig
 from megaaccum.errors import ConfigError, either, nearest_multiples
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.pipeline import is_simulated
@@ -27,18 +27,15 @@ AXES = "tp cp pp vpp ep etp dp mbs dbs ga recompute schedule sync zero".split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The user's bounds. `fixed`: axis -> value (a number, or a name for recompute, schedule and
-    mode)."""
+    """The user's bounds. fixed: axis -> value (a number, or a name for recompute, schedule and mode). most: axis -> the
+    largest value, None for none."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    max_tp: int | None = None
-    max_pp: int | None = None
-    max_cp: int | None = None
+    most: Mapping[str, int | None] = field(default_factory=dict)
 
     def allows(self, axis: str, value: Any) -> bool:
         """Whether a value of an axis may be looked at."""
-        wanted = self.fixed.get(axis)
-        most = {"tp": self.max_tp, "pp": self.max_pp, "cp": self.max_cp}.get(axis)
+        wanted, most = self.fixed.get(axis), self.most.get(axis)
         return (wanted is None or wanted == value) and (most is None or value <= most)
 
 
@@ -89,7 +86,7 @@ class Candidates:
                         )
 
     def _choices(self, row: dict[str, int]) -> Iterator[dict[str, int]]:
-        """The row under every recompute and mode."""
+        """The row under every recompute and sync mode; streaming is ZeRO-3's."""
         stage = int(self.limits.fixed.get("zero", self.zero_stage))
         row |= dict(zero_stage=stage, sequence_parallel=int(row["tp"] > 1))
         for recompute in self._recomputes():
@@ -97,7 +94,7 @@ class Candidates:
                 continue
             # Without another rank that shares parameters, streaming is the program that resident is.
             alone = row["dp"] * row["cp"] == 1 and row["tp"] == row["ep"] * row["etp"]
-            for mode in modes(stage):
+            for mode in SYNC_MODES if stage == 3 else ("resident",):
                 if self.limits.allows("sync", mode) and not (alone and mode == "streaming"):
                     yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
 
@@ -116,26 +113,20 @@ class Candidates:
 
     def _tensor_sizes(self) -> Iterator[int]:
         model = self.model
+        widths = model.num_attention_heads, model.ffn_hidden_size or 0, model.moe_shared_expert_intermediate_size or 0
         for tp in divisors(math.gcd(self.world_size, self.gpus_per_node)):
-            cuts = not any(width % tp for width in self._widths()) and self.limits.allows("tp", tp)
+            cuts = not any(width % tp for width in widths) and self.limits.allows("tp", tp)
             groups = model.num_query_groups or model.num_attention_heads
             if cuts and (groups % tp == 0 or tp % groups == 0) and model.seq_length % tp == 0:
                 yield tp
 
-    def _widths(self) -> list[int]:
-        model = self.model
-        shared = model.moe_shared_expert_intermediate_size
-        return [model.num_attention_heads, model.ffn_hidden_size or 0, *([shared] if shared else [])]
-
     def _context_sizes(self, tp: int) -> Iterator[int]:
         """Context parallelism needs fused attention, and two even pieces of a sequence per rank."""
         for cp in divisors(self.world_size // tp):
-            if cp == 1 and self.limits.allows("cp", 1):
+            whole = self.model.seq_length % (2 * cp) == 0 and self.model.seq_length % (tp * cp) == 0
+            fits = whole and cp.bit_count() == 1 and self.model.seq_length // cp >= 1024 and self.fused_attention
+            if (cp == 1 or fits) and self.limits.allows("cp", cp):
                 yield cp
-            elif cp > 1 and cp & (cp - 1) == 0 and self.limits.allows("cp", cp):
-                whole = self.model.seq_length % (2 * cp) == 0 and self.model.seq_length % (tp * cp) == 0
-                if whole and self.model.seq_length // cp >= 1024 and self.fused_attention:
-                    yield cp
 
     def _expert_sizes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
         """(ep, etp): experts divide over their ranks, and those over the pipeline stage's."""
@@ -223,8 +214,8 @@ class Candidates:
         return ""
 
     def _told(self) -> str:
-        bounds = {f"max_{a}": getattr(self.limits, f"max_{a}") for a in ("tp", "pp", "cp")}
-        told = {**self.limits.fixed, **{name: value for name, value in bounds.items() if value is not None}}
+        bounds = {f"max_{axis}": value for axis, value in self.limits.most.items() if value is not None}
+        told = {**self.limits.fixed, **bounds}
         return ", ".join(f"{name}={value}" for name, value in told.items()) or "the rules"
 
 
@@ -239,19 +230,6 @@ def divisors(number: int) -> tuple[int, ...]:
 def schedules() -> tuple[str, ...]:
     """The built-in schedules that a search looks at: simulating one for every layout would take too long."""
     return ("none", *(name for name in BUILT_IN if not is_simulated(name)))
-
-
-@cache
-def modes(zero_stage: int) -> tuple[str, ...]:
-    """The ZeRO sync modes that a configuration can name at this stage: streaming is ZeRO-3's."""
-    legal = _named(get_type_hints(ShardingConfig)["sync"])
-    return tuple(name for name in SYNC_MODES if name in legal and (name == "resident" or zero_stage == 3))
-
-
-def _named(annotation: Any) -> set[Any]:
-    """The values that a type lists, be it a Literal or a union with one."""
-    inner = get_args(annotation)
-    return {value for one in inner for value in (_named(one) if get_args(one) else {one})}
 
 
 def _chunk_counts(num_layers: int, pp: int, name: str) -> Iterable[int]:

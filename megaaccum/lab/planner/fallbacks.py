@@ -79,7 +79,8 @@ class Fallbacks:
         """candidates: by rank. top: how many are measured before knobs are turned."""
         self._all, self._top = list(candidates), top
         self.outcomes: dict[str, Outcome] = {}
-        self._tried: list[Candidate] = []
+        self.tried: list[Candidate] = []
+        """In the order in which they ran."""
         self.notes: list[str] = []
 
     def run(self, measure: Callable[[Candidate], Outcome], knobs: Sequence[str] = ()) -> Candidate | None:
@@ -131,18 +132,13 @@ class Fallbacks:
         return math.inf if seconds is None else seconds
 
     @property
-    def tried(self) -> list[Candidate]:
-        """In the order in which they ran."""
-        return self._tried
-
-    @property
     def measured(self) -> list[Candidate]:
         """The candidates that were measured."""
-        return [each for each in self._tried if self.outcomes[each.name].verdict == MEASURED]
+        return [each for each in self.tried if self.outcomes[each.name].verdict == MEASURED]
 
     def _try(self, candidate: Candidate, measure: Callable[[Candidate], Outcome]) -> None:
         self.outcomes[candidate.name] = measure(candidate)
-        self._tried.append(candidate)
+        self.tried.append(candidate)
 
     def _untried(self) -> Iterator[Candidate]:
         """By rank, but device batches of one sequence last."""

@@ -19,27 +19,27 @@ from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.schedule.registry import is_v_shaped
 
+KEYS = dict(
+    tp="tensor_model_parallel_size", cp="context_parallel_size", pp="pipeline_model_parallel_size",
+    vpp="virtual_pipeline_model_parallel_size", ep="expert_model_parallel_size", etp="expert_tensor_parallel_size",
+    schedule="schedule", sync="sync", zero="zero_stage", mbs="micro_batch_size", dbs="device_batch_size",
+    ga="grad_accum_steps",
+)  # fmt: skip
+"""Names in a configuration of the axes that are keys of it."""
+
 
 def planned_keys(workload: Workload, at: dict[str, Any]) -> dict[str, Any]:
     """The keys of one layout (`Layouts.axes`), by their names in a configuration."""
-    keys: dict[str, Any] = dict(
-        tensor_model_parallel_size=at["tp"],
-        context_parallel_size=at["cp"],
-        pipeline_model_parallel_size=at["pp"],
+    axes = ["tp", "cp", "pp", "schedule", "mbs", "ga", "sync"]
+    axes += ["zero"] if workload.sharding.backend == "deepspeed" else []
+    axes += ["ep", "etp"] if workload.model.num_experts is not None else []
+    keys: dict[str, Any] = {KEYS[axis]: at[axis] for axis in axes} | dict(
         sequence_parallel=at["tp"] > 1,
-        schedule=at["schedule"],
         transformer_impl=workload.layers(at["schedule"]).impl,
-        micro_batch_size=at["mbs"],
         pp_microbatches=at["dbs"] // at["mbs"],
-        grad_accum_steps=at["ga"],
         global_batch_size=workload.global_batch_size,
-        sync=at["sync"],
         world_size=workload.world_size,
     )
-    if workload.sharding.backend == "deepspeed":
-        keys["zero_stage"] = at["zero"]
-    if workload.model.num_experts is not None:
-        keys |= dict(expert_model_parallel_size=at["ep"], expert_tensor_parallel_size=at["etp"])
     if at["recompute"] == "full":
         keys |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif at["recompute"] == "selective":
@@ -115,6 +115,11 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str, *
     config = planned_config(workload, at)
     put(config, keys)
     resolve(config, world_size=workload.world_size)
+    write_config(config, path, comment)
+
+
+def write_config(config: Config, path: Path, comment: str) -> None:
+    """Write the keys that were written as YAML, with `comment` in the first line."""
     text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# {comment}\n{text}", encoding="utf-8")

@@ -35,7 +35,7 @@ def choose_micro_batch(plan: Plan, device_bytes: float | None = None, *, layers:
         return first
     if limit is None:
         why = "none is given, and no limit of memory is known; memory_gib sets one"
-        return _with_note(first, f"micro_batch_size {plan.batch.micro_batch_size}: {why}.")
+        return sync_mode.with_note(first, f"micro_batch_size {plan.batch.micro_batch_size}: {why}.")
     fitting, missed = [first], ""
     for option in larger:
         try:
@@ -46,7 +46,7 @@ def choose_micro_batch(plan: Plan, device_bytes: float | None = None, *, layers:
     best = min(fitting, key=lambda option: expected.seconds(option, sync_mode.vocab_size_of(option), layers, PRICED_ON))
     sizes = ", ".join(str(option.batch.micro_batch_size) for option in fitting)
     size = best.batch.micro_batch_size
-    return _with_note(
+    return sync_mode.with_note(
         best,
         f"micro_batch_size {size}: the fastest predicted of those that fit, {sizes}{missed}. Seconds are those on"
         f" {PRICED_ON}, whichever GPU runs it: set micro_batch_size where `megaaccum plan --gpu NAME` says otherwise.",
@@ -71,7 +71,3 @@ def _larger(plan: Plan) -> Iterator[Plan]:
             continue
         if option.batch.micro_batch_size == size and option.ramp.intervals == plan.ramp.intervals:
             yield option
-
-
-def _with_note(plan: Plan, note: str) -> Plan:
-    return replace(plan, notes=[*plan.notes, note])

@@ -65,12 +65,13 @@ def search(workload: Workload, limits: Limits | None = None, *, rank: str = "def
         ConfigError: no layout is legal, or none fits: the closest miss, its shortage, and what takes the memory.
     """
     assert rank in RANKINGS, rank
-    layouts = accepted(workload, workload.candidates(limits or Limits()).layouts())
+    limits = limits or Limits()
+    layouts = accepted(workload, workload.candidates(limits).layouts())
     model = workload.memory_model()
     memory = model.peak(layouts)
     fits = memory.total <= workload.hardware.hbm_bytes
     if not fits.any():
-        raise ConfigError(_closest_miss(workload, limits or Limits(), layouts, memory))
+        raise ConfigError(_closest_miss(workload, limits, layouts, memory))
     kept = layouts.select(fits)
     time = workload.time_model(model).step(kept)
     order, unbeaten = _order(kept, _rows(memory, fits), time, rank)

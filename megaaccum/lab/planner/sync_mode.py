@@ -165,15 +165,15 @@ def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: L
     limit, is_auto = limit_of(plan, device_bytes), _is_auto(plan)
     if limit is None:
         why = "sync auto: resident, as no limit of memory is known; memory_gib sets one."
-        return replace(plan, notes=[*plan.notes, why]) if is_auto else plan
+        return with_note(plan, why) if is_auto else plan
     if plan.layout.schedule not in SCHEDULES:
         why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
-        return replace(plan, notes=[*plan.notes, why])
+        return with_note(plan, why)
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
     tried = [(each, replace(forecast, plan=each).predict(footprint.chosen(each))) for each in _options(forecast, limit)]
     for option, row in tried:
         if row.held <= limit.num_bytes:
-            return replace(option, notes=[*option.notes, *_reason(tried, row, limit, is_auto)])
+            return with_note(option, _reason(tried, row, limit)) if is_auto else option
     raise ConfigError(_refusal(forecast, [row for _, row in tried], limit))
 
 
@@ -223,10 +223,13 @@ def _with(plan: Plan, **keys: object) -> Plan:
     return replace(resolve(written, world_size=plan.layout.world_size), written=plan.written)
 
 
-def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, is_auto: bool) -> list[str]:
-    """Why `row` was chosen; nothing if the user chose."""
-    if not is_auto:
-        return []
+def with_note(plan: Plan, note: str) -> Plan:
+    """`plan` with one note more."""
+    return replace(plan, notes=[*plan.notes, note])
+
+
+def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit) -> str:
+    """Why `row` was chosen for `sync: auto`."""
     before = [
         f"{other.mode.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
     ]
@@ -235,7 +238,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit, i
         f"sync auto: {row.mode.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
         f" moves {amount(row.moved.total)} per step"
     )
-    return ["; ".join([text, *before]) + "."]
+    return "; ".join([text, *before]) + "."
 
 
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:

@@ -10,12 +10,10 @@ import signal
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megaaccum.config import Config, batch_ramp
 from megaaccum.config.plan import MONITORS
@@ -72,15 +70,13 @@ class Trials:
     time_limit: float
     steps: int = STEPS
     band: float = 4.0
-    env: dict[str, str] = field(default_factory=dict)
 
     def run(self, candidate: Candidate) -> Outcome:
         """Train `steps` steps of `candidate` in fresh processes."""
         folder = self.folder / f"row_{candidate.row}"
         path = folder / "config.yaml"
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(layout_config.as_sections(self.config(candidate, folder)), sort_keys=False))
-        code, output = _run([*self.command, str(path)], self.time_limit, os.environ | self.env)
+        layout_config.write_config(self.config(candidate, folder), path, candidate.name)
+        code, output = _run([*self.command, str(path)], self.time_limit)
         if code is None:
             text = f"it had not ended after {self.time_limit:g} s\n{_tail(output)}"
             return Outcome(verdict=HANGS, text=text)
@@ -191,10 +187,10 @@ def _finds_the_loss_scale(step: Record) -> bool:
     return bool("loss_scale" in step and step.get("skipped") and not step.get("note"))
 
 
-def _run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
+def _run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
     """(exit code, output); None for a command that was ended after `limit` seconds, with all of its ranks."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True, errors="replace", preexec_fn=partial(processes.end_with, os.getpid()),
     )  # fmt: skip
     try:

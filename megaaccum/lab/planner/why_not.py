@@ -14,19 +14,12 @@ from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.candidates import AXES, Limits, schedules
-from megaaccum.lab.planner.layout_config import put, set_aside
+from megaaccum.lab.planner.layout_config import KEYS, put, set_aside
 from megaaccum.lab.planner.layouts import RECOMPUTE, SYNC_MODES, short_name
 from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.units import GIB
-
-_KEYS = dict(
-    tp="tensor_model_parallel_size", cp="context_parallel_size", pp="pipeline_model_parallel_size",
-    vpp="virtual_pipeline_model_parallel_size", ep="expert_model_parallel_size", etp="expert_tensor_parallel_size",
-    schedule="schedule", sync="sync", zero="zero_stage", mbs="micro_batch_size", dbs="device_batch_size",
-    ga="grad_accum_steps",
-)  # fmt: skip
 
 
 def parse_axes(text: str) -> dict[str, Any]:
@@ -135,7 +128,7 @@ def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:
     recomputed is planned."""
     config = copy.deepcopy(config)
     set_aside(config, {*names_where(lambda facts: facts.planned), "recompute_modules"} - {"global_batch_size"})
-    named = {_KEYS[axis]: value for axis, value in wanted.items() if axis in _KEYS and (axis, value) != ("vpp", 1)}
+    named = {KEYS[axis]: value for axis, value in wanted.items() if axis in KEYS and (axis, value) != ("vpp", 1)}
     put(config, named | ({"sequence_parallel": True} if wanted.get("tp", 1) > 1 else {}))
     pp, vpp = wanted.get("pp", 1), wanted.get("vpp", 1)
     layers = split_layers(config.model.num_layers, pp * vpp)

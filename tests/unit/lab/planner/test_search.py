@@ -268,7 +268,7 @@ def test_memory_gib_is_what_a_layout_has_to_fit_into(ranked: Ranked) -> None:
 
 
 def test_limits_bound_the_space() -> None:
-    found = search(workload(), Limits(max_pp=2, max_tp=2, fixed=dict(cp=1, schedule="1f1b")))
+    found = search(workload(), Limits(most=dict(pp=2, tp=2), fixed=dict(cp=1, schedule="1f1b")))
     at = found.layouts
     assert (at.pp.max(), at.tp.max(), at.cp.max()) == (2, 2, 1)
     assert {found.name_of(i)["schedule"] for i in range(len(found))} == {"1f1b"}
@@ -313,7 +313,7 @@ def test_the_probability_of_a_fit() -> None:
 
 def test_a_batch_that_nothing_divides_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
-        search(workload(gpus=64, global_batch_size=509), Limits(max_pp=1, fixed=dict(cp=1)))
+        search(workload(gpus=64, global_batch_size=509), Limits(most=dict(pp=1), fixed=dict(cp=1)))
     text = str(caught.value)
     assert "global_batch_size 509 divides over no data-parallel size that 64 GPUs allow (8, 16, 32, 64)" in text
     assert "set it to 504 or 512" in text
@@ -339,7 +339,7 @@ def test_an_axis_that_leaves_nothing_is_told_its_legal_values(fixed: dict[str, A
     with pytest.raises(ConfigError, match=re.escape(legal)):
         search(workload(), Limits(fixed=fixed))
     with pytest.raises(ConfigError, match=r"keeps max_tp=0: legal are tp 1, 2, 4, 8; cp 1, 2, 4, 8; pp 1, 2, 4, 8, 16"):
-        search(workload(), Limits(max_tp=0))
+        search(workload(), Limits(most=dict(tp=0)))
 
 
 @pytest.mark.parametrize(
