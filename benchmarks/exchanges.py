@@ -76,10 +76,7 @@ def chosen(profile: Profile, pp: int, m: int, iterations: int) -> tuple[Schedule
     found = []
     for name in NAMED:
         schedule = build(name, pp=pp, num_microbatches=m)
-        assert schedule.placement is not None
-        cut = tune_cut(
-            profile, pp=pp, chunks=schedule.chunks, placement=schedule.placement, order=lambda costs, s=schedule: s
-        )
+        cut = tune_cut(profile, schedule)
         found.append((cut.seconds, schedule, cut))
     _, schedule, cut = min(found, key=lambda each: each[0])
     memory = profile.memory(cut.cut, chunks=schedule.chunks)

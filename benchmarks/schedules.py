@@ -217,11 +217,8 @@ def setups_of_profile(args: argparse.Namespace, folder: Path) -> list[Setup]:
         priced = []
         for name in named:
             schedule = build(name, pp=args.pp, num_microbatches=m)
-            even = price(profile, even_cut(profile, schedule.num_stages), lambda costs, s=schedule: s)
-            tuned = tune_cut(
-                profile, pp=args.pp, chunks=schedule.chunks, placement=schedule.placement or "loop",
-                order=lambda costs, s=schedule: s,
-            )  # fmt: skip
+            even = price(profile, even_cut(profile, schedule.num_stages), schedule)
+            tuned = tune_cut(profile, schedule)
             priced.append((name, schedule, even, tuned))
         first, then = min(priced, key=lambda each: each[2].seconds), min(priced, key=lambda each: each[3].seconds)
         _, schedule, _, tuned = then

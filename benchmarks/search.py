@@ -46,11 +46,8 @@ def read_tables(folder: Path) -> dict[str, Profile]:
 
 def tune(profile: Profile, schedule: Schedule) -> tuple[Any, float]:
     """The tuned cut for a named schedule, and the seconds that took."""
-    assert schedule.placement is not None
     start = time.process_time()
-    tuned = tune_cut(
-        profile, pp=schedule.pp, chunks=schedule.chunks, placement=schedule.placement, order=lambda costs: schedule
-    )
+    tuned = tune_cut(profile, schedule)
     return tuned, time.process_time() - start
 
 
@@ -59,12 +56,12 @@ def cuts(model: str, profile: Profile, pp: int, m: int) -> dict[str, Any]:
     even, tuned, seconds = {}, {}, 0.0
     for name in NAMED:
         schedule = build(name, pp=pp, num_microbatches=m)
-        even[name] = price(profile, even_cut(profile, schedule.num_stages), lambda costs, s=schedule: s).seconds
+        even[name] = price(profile, even_cut(profile, schedule.num_stages), schedule).seconds
         best, took = tune(profile, schedule)
         tuned[name], seconds = best.seconds, max(seconds, took)
     first, then = min(even, key=even.__getitem__), min(tuned, key=tuned.__getitem__)
     known = build(then, pp=pp, num_microbatches=m)
-    least = bound_of_cuts(profile, pp=pp, chunks=known.chunks, placement=known.placement or "loop", num_microbatches=m)
+    least = bound_of_cuts(profile, known)
     gain = even[first] / tuned[then] - 1
     print(
         f"{model:<18} even {even[first] * 1e3:8.1f} ms ({first}), tuned {tuned[then] * 1e3:8.1f} ms ({then}):"
@@ -84,7 +81,7 @@ def orders(model: str, profile: Profile, pp: int, m: int, share: float) -> Itera
         problem = Problem(costs, stages=schedule.stages, num_microbatches=m, memory=memory, limit=limit)
         found = search_order(problem, start=[schedule])
         took = time.process_time() - start
-        verdict = compare(found.schedule, costs, schedule, costs)
+        verdict = compare(found.schedule, schedule, costs)
         result = dict(
             model=model, schedule=name, limit=limit, named=best.seconds, searched=found.seconds, gap=found.gap,
             peak=max(found.peaks), seconds=took, gain=verdict.gain, wins=verdict.wins, adopted=verdict.adopted,

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, positive, read_source
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
 from megaaccum.executor.timeline import write_trace
-from megaaccum.lab.planner.layout_config import as_sections, put, set_aside
+from megaaccum.lab.planner.layout_config import put, set_aside, write_config
 from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, layout_of_cut, read_profile
@@ -140,8 +138,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
         elif not is_built_in:
             table.unlink()
         raise
-    text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
-    args.write.write_text(f"# {name}: {row.simulation.makespan:.6g} per flush, simulated.\n{text}", encoding="utf-8")
+    write_config(config, args.write, f"{name}: {row.simulation.makespan:.6g} per flush, simulated.")
     print(f"configuration: {args.write}" + f", with its table {table}" * (not is_built_in))
 
 
@@ -204,12 +201,7 @@ def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: fl
 def _cut(schedule: Schedule, profile: Profile, args: argparse.Namespace, limit: float | None) -> Cut:
     if not args.cut:
         return even_cut(profile, schedule.num_stages)
-    placement = schedule.placement
-    assert placement is not None, "only V and loop can be named"
-    return tune_cut(
-        profile, pp=args.pp, chunks=schedule.chunks, placement=placement, order=lambda costs: schedule, limit=limit,
-        p2p=args.p2p,
-    ).cut  # fmt: skip
+    return tune_cut(profile, schedule, limit=limit, p2p=args.p2p).cut
 
 
 def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Row:
@@ -237,7 +229,7 @@ def _search(row: Row, args: argparse.Namespace, limit: float | None) -> tuple[Ro
         row, schedule=found.schedule, simulation=simulate(found.schedule, row.costs),
         footprint=validate(found.schedule), peak=max(found.peaks), bound=found.bound,
     )  # fmt: skip
-    verdict = compare(found.schedule, row.costs, row.schedule, row.costs, seed=args.seed)
+    verdict = compare(found.schedule, row.schedule, row.costs, seed=args.seed)
     if row.peak > limit * (1 + TINY):  # the named one cannot run at all
         verdict = Comparison(gain=1.0, wins=1.0)
     return searched, verdict
@@ -261,11 +253,7 @@ def _about_cuts(rows: Sequence[Row], profile: Profile | None, args: argparse.Nam
     for row in rows:
         if profile is None or row.cut is None or not args.cut:
             continue
-        placement = row.schedule.placement
-        assert placement is not None
-        least = bound_of_cuts(
-            profile, pp=args.pp, chunks=row.schedule.chunks, placement=placement, num_microbatches=args.microbatches
-        )
+        least = bound_of_cuts(profile, row.schedule)
         lines.append(
             f"cut for {row.schedule.name}: {'-'.join(map(str, row.cut))} = {describe_cut(profile, row.cut)}"
             f" ({row.simulation.makespan / least - 1:.2%} over the bound of all cuts)"

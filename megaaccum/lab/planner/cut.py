@@ -58,14 +58,11 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
     if pp == 1:
         return PlannedCut(note="there is no pipeline to cut")
-    layers, profile = _layers_and_profile(work, at, profile)
+    cut, profile = _cut_and_profile(work, at, profile)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
-    placement = schedule.placement
-    assert placement is not None, "only V and loop can be planned"
-    tuned = tune_cut(profile, pp=pp, chunks=vpp, placement=placement, order=lambda costs: schedule)
-    even = price(profile, _with_ends(layers), lambda costs: schedule)
-    gain = even.seconds / tuned.seconds - 1
+    tuned = tune_cut(profile, schedule)
+    gain = price(profile, cut, schedule).seconds / tuned.seconds - 1
     if gain < LEAST_GAIN:
         return PlannedCut(gain=gain, note=f"the best cut found is {gain:.1%} faster than the even one")
     counts = list(tuned.cut)
@@ -87,10 +84,10 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     if pp == 1 or pp * vpp * m > MOST_PASSES:
         return None
-    layers, profile = _layers_and_profile(work, at, profile)
+    cut, profile = _cut_and_profile(work, at, profile)
     named = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     hop = float(np.ravel(work.time_model(work.memory_model()).hop_seconds(at))[0])
-    costs, predicted = (each.costs(_with_ends(layers), p2p=hop) for each in (profile, predicted_profile(work, at)))
+    costs, predicted = (each.costs(cut, p2p=hop) for each in (profile, predicted_profile(work, at)))
     memory = Memory.counted(pp * vpp, chunks=vpp)
     limit = max(memory.peaks(named))
     problem = Problem(costs, stages=named.stages, num_microbatches=m, memory=memory, limit=limit)
@@ -100,12 +97,14 @@ def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None)
     return float(ranked.time.total[index]) - share * simulate(named, predicted).makespan
 
 
-def _layers_and_profile(work: Workload, at: Layouts, profile: Profile | None) -> tuple[list[int], Profile]:
-    """The even split of a pipeline's layers, and their costs: measured ones, or those that are predicted."""
+def _cut_and_profile(work: Workload, at: Layouts, profile: Profile | None) -> tuple[Cut, Profile]:
+    """The even split of a pipeline's layers, with embedding and head as layers of its ends, and their costs: measured
+    ones, or those that are predicted."""
     layers = split_layers(work.model.num_layers, int(at.pp[0] * at.vpp[0]))
     assert layers is not None, "candidates.py plans only layers that have a split"
     predicted = predicted_profile(work, at)
-    return layers, predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
+    cut = layers[0] + 1, *layers[1:-1], layers[-1] + 1
+    return cut, predicted if profile is None else _of_this_model(with_one_head(profile), predicted.pattern)
 
 
 def _of_this_model(profile: Profile, pattern: str) -> Profile:
@@ -119,11 +118,6 @@ def _of_this_model(profile: Profile, pattern: str) -> Profile:
                 f" {wanted}; measure this one with megaaccum calibrate --layers CONFIG"
             )
     return profile
-
-
-def _with_ends(layers: list[int]) -> Cut:
-    """Layers per stage, with embedding and head as layers of the first and the last."""
-    return (layers[0] + 1, *layers[1:-1], layers[-1] + 1) if len(layers) > 1 else (layers[0] + 2,)
 
 
 def _bytes_over(ranked: Ranked, index: int, layers: list[int]) -> int:

@@ -1,25 +1,23 @@
-"""Which layers to put on which stage: a local search whose every step is priced by the order that will run."""
+"""Which layers to put on which stage: a local search whose every step is priced by the schedule that will run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.profile import Cut, Profile, even_cut, with_one_head
-from megaaccum.schedule.actions import Placement, Schedule, stage_map
+from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY
-from megaaccum.schedule.simulate import Costs, simulate
+from megaaccum.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
 
-Order = Callable[[Costs], Schedule]
-"""The schedule to run with these costs of stages: a named one (which ignores them), or a greedy one."""
 MAX_PRICED = 400
 """Cuts that are simulated. A local optimum at 16 stages and 128 layers takes 100 to 300."""
 
@@ -34,43 +32,34 @@ class PricedCut:
     excess: float
 
 
-def tune_cut(
-    profile: Profile,
-    *,
-    pp: int,
-    chunks: int,
-    placement: Placement,
-    order: Order,
-    limit: float | None = None,
-    p2p: float = 0.0,
-) -> PricedCut:
-    """The fastest cut found of `profile`'s layers into pp * chunks stages of at least one layer each, in `order`.
+def tune_cut(profile: Profile, schedule: Schedule, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
+    """The fastest cut found of `profile`'s layers into the stages of `schedule`, of at least one layer each.
 
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
     pass one on) while that is faster. limit: of the profile's memory on every rank, all of
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
     fits it. In a V further tokens are predicted on the last stage alone, with the head.
     """
-    joined = with_one_head(profile) if placement == "v" else profile
-    search = _Search(joined, stage_map(placement, pp=pp, chunks=chunks), order, limit, p2p)
-    best = min((search.descend(start) for start in search.starts()), key=_rank)
+    joined = with_one_head(profile) if schedule.placement == "v" else profile
+    search = _Search(joined, schedule, limit, p2p)
+    even = even_cut(joined, schedule.num_stages)
+    best = min((search.descend(start) for start in dict.fromkeys((even, search.level(even)))), key=_rank)
     if best.excess > 0:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
         raise ScheduleError(
-            f"no cut into {pp * chunks} stages fits the memory limit {limit:.6g}: of {search.priced} the closest is"
-            f" {'-'.join(map(str, best.cut))}, where {needs}: raise the limit, or choose a schedule that holds less"
+            f"no cut into {schedule.num_stages} stages fits the memory limit {limit:.6g}: of {MAX_PRICED - search.left}"
+            f" the closest is {'-'.join(map(str, best.cut))}, where {needs}: raise the limit, or choose a schedule that"
+            " holds less"
         )
     return replace(best, cut=(*best.cut[:-1], best.cut[-1] + len(profile.pattern) - len(joined.pattern)))
 
 
-def price(profile: Profile, cut: Cut, order: Order, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
-    """The price of `cut` in `order`."""
-    costs = profile.costs(cut, p2p=p2p)
-    schedule = order(costs)
-    memory = profile.memory(cut, chunks=schedule.chunks)
-    peaks = memory.peaks(schedule)
+def price(profile: Profile, cut: Cut, schedule: Schedule, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
+    """The price of `cut` under `schedule`."""
+    peaks = profile.memory(cut, chunks=schedule.chunks).peaks(schedule)
     excess = 0.0 if limit is None else max(0.0, max(peaks) - limit)
-    return PricedCut(cut=cut, seconds=simulate(schedule, costs).makespan, peaks=peaks, excess=excess)
+    seconds = simulate(schedule, profile.costs(cut, p2p=p2p)).makespan
+    return PricedCut(cut=cut, seconds=seconds, peaks=peaks, excess=excess)
 
 
 def _rank(priced: PricedCut) -> tuple[float, float]:
@@ -78,28 +67,18 @@ def _rank(priced: PricedCut) -> tuple[float, float]:
 
 
 class _Search:
-    def __init__(
-        self, profile: Profile, stages: tuple[tuple[int, ...], ...], order: Order, limit: float | None, p2p: float
-    ):
-        self.profile, self.order, self.limit, self.p2p, self.left = profile, order, limit, p2p, MAX_PRICED
-        self.rank_of = {stage: rank for rank, held in enumerate(stages) for stage in held}
+    def __init__(self, profile: Profile, schedule: Schedule, limit: float | None, p2p: float):
+        self.profile, self.schedule, self.limit, self.p2p, self.left = profile, schedule, limit, p2p, MAX_PRICED
+        self.rank_of = {stage: rank for rank, held in enumerate(schedule.stages) for stage in held}
         self.seconds = [layer.seconds for layer in profile.layers]
-        self.priced = 0
-
-    def starts(self) -> Iterator[Cut]:
-        even = even_cut(self.profile, len(self.rank_of))
-        yield even
-        levelled = self.level(even)
-        if levelled != even:
-            yield levelled
 
     def price(self, cut: Cut) -> PricedCut:
-        self.priced, self.left = self.priced + 1, self.left - 1
-        return price(self.profile, cut, self.order, limit=self.limit, p2p=self.p2p)
+        self.left -= 1
+        return price(self.profile, cut, self.schedule, limit=self.limit, p2p=self.p2p)
 
     def work(self, cut: Cut) -> list[float]:
         """Seconds of each rank's work on one micro-batch, most first."""
-        ranks, seconds = [0.0] * (1 + max(self.rank_of.values())), iter(self.seconds)
+        ranks, seconds = [0.0] * self.schedule.pp, iter(self.seconds)
         for stage, count in enumerate(cut):
             ranks[self.rank_of[stage]] += sum(islice(seconds, count))
         return sorted(ranks, reverse=True)
@@ -146,9 +125,9 @@ def _neighbours(cut: Cut) -> Iterator[Cut]:
 # --- all cuts -------------------------------------------------------------------------------------------------------
 
 
-def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placement, num_microbatches: int) -> float:
-    """The time that no cut of the layers into pp * chunks stages can be faster than, in any order, however much it
-    holds.
+def bound_of_cuts(profile: Profile, schedule: Schedule) -> float:
+    """The time that no cut of the layers into the stages of `schedule` can be faster than, in any order, however much
+    it holds.
 
     The least, over all cuts, of the busiest rank's work and of how long its first forward has to wait (of a loop of
     several chunks: the average rank's work, and the longest layer's). Stages may be empty in it. Time is halved until
@@ -156,11 +135,12 @@ def bound_of_cuts(profile: Profile, *, pp: int, chunks: int, placement: Placemen
     """
     import numpy as np  # here: schedules are built and timed without it
 
-    layers = profile.layers
+    layers, pp, placement = profile.layers, schedule.pp, schedule.placement
+    assert placement is not None, "only V and loop can be named"
     # An all-to-all counts as hidden: fused pairs may hide it.
-    seconds = np.array([layer.seconds - 4 * layer.exchange for layer in layers]) * num_microbatches
+    seconds = np.array([layer.seconds - 4 * layer.exchange for layer in layers]) * schedule.num_microbatches
     low, high = max(seconds.sum() / pp, seconds.max()), seconds.sum()
-    if placement == "loop" and chunks > 1:
+    if placement == "loop" and schedule.chunks > 1:
         return float(low)
     work = np.concatenate([[0.0], np.cumsum(seconds)])
     enter = np.concatenate([[0.0], np.cumsum([layer.forward - 2 * layer.exchange for layer in layers])])

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 from megaaccum.schedule.pass_numbers import F, I, Order, Problem, W
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """How a greedy order chooses between the passes that a rank could do next.
+def greedy_orders(problem: Problem) -> Iterator[Order]:
+    """The greedy orders that a search tries."""
+    for kinds, patience in product([(I, F, W), (F, I, W), (I, W, F)], (0.0, 0.5, 1.0)):
+        for last_chunk_first in (True, False) if len(problem.stages[0]) > 1 else (True,):
+            yield _Greedy(problem, kinds, patience, last_chunk_first=last_chunk_first).run()
 
-    kinds: F, I and W from the most to the least urgent. last_chunk_first: whether the last chunk's passes go before the
-    first's. patience: how long a rank waits for a pass that is more urgent than one that it could do now, as a share of
-    the latter's time.
+
+class _Greedy:
+    """One greedy order: every rank does what it finds most urgent, earliest first. Ranks choose in the order of time,
+    so that they know of others what has begun by then.
+
+    kinds: F, I and W from the most to the least urgent. patience: how long a rank waits for a pass that is more urgent
+    than one that it could do now, as a share of the latter's time. last_chunk_first: whether the last chunk's passes go
+    before the first's.
     """
 
-    kinds: tuple[int, int, int]
-    last_chunk_first: bool
-    patience: float
-
-
-def greedy_keys(chunks: int) -> Iterator[Key]:
-    """All keys that a search tries."""
-    for kinds, patience in product([(I, F, W), (F, I, W), (I, W, F)], (0.0, 0.5, 1.0)):
-        for last in (True, False) if chunks > 1 else (True,):
-            yield Key(kinds=kinds, last_chunk_first=last, patience=patience)
-
-
-class Greedy:
-    """One greedy order: every rank does what `key` finds most urgent, earliest first. Ranks choose in the order of
-    time, so that they know of others what has begun by then."""
-
-    def __init__(self, problem: Problem, key: Key):
-        self.problem, self.key = problem, key
+    def __init__(self, problem: Problem, kinds: tuple[int, int, int], patience: float, *, last_chunk_first: bool):
+        self.problem, self.patience = problem, patience
         self.next = [[0] * problem.num_stages for _ in range(3)]
         self.free, self.held = [0.0] * problem.pp, [0.0] * problem.pp
         self.ends = [-1.0] * len(problem.seconds)
@@ -48,7 +38,7 @@ class Greedy:
             for s in held
         }
         self.urgency = {
-            (kind, s): key.kinds.index(kind) * len(held) + (len(held) - 1 - at if key.last_chunk_first else at)
+            (kind, s): kinds.index(kind) * len(held) + (len(held) - 1 - at if last_chunk_first else at)
             for held in problem.stages
             for at, s in enumerate(held)
             for kind in (F, I, W)
@@ -81,7 +71,7 @@ class Greedy:
         if not found:
             return None
         first = min(found)
-        latest = first[0] + self.key.patience * self.problem.seconds[first[2]]
+        latest = first[0] + self.patience * self.problem.seconds[first[2]]
         start, _, this = min((option for option in found if option[0] <= latest), key=lambda option: option[1])
         return start, this
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.search.bound import Bound
-from megaaccum.lab.search.greedy import Greedy, greedy_keys
+from megaaccum.lab.search.greedy import greedy_orders
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY
 from megaaccum.schedule.pass_numbers import I, Order, Problem, W, Wave, justified, waves, with_moved
@@ -92,7 +92,7 @@ class _Search:
         problem = self.problem
         ways = [(problem.time(order), wave) for wave in waves(problem) if problem.fits(order := wave.order(problem))]
         ways.sort(key=lambda each: each[0])
-        orders = [Greedy(problem, key).run() for key in greedy_keys(len(problem.stages[0]))]
+        orders = [*greedy_orders(problem)]
         orders += [wave.order(problem) for _, wave in ways[:6]]
         if ways:
             orders.append(self.anneal_wave(ways[0][1], self.iterations // 4))
@@ -282,15 +282,14 @@ class Comparison:
         return self.gain >= LEAST_GAIN and self.wins >= LEAST_WINS
 
 
-def compare(searched: Schedule, its: Costs, named: Schedule, others: Costs, *, seed: int = 0) -> Comparison:
-    """Simulate both orders 50 times, each time with the duration of every pass drawn within +-10 % of its stage's. If
-    both orders have the same stages, a pass has the same duration in both."""
+def compare(searched: Schedule, named: Schedule, costs: Costs, *, seed: int = 0) -> Comparison:
+    """Simulate two orders of the same stages 50 times, each time with the duration of every pass drawn within +-10 % of
+    its stage's, the same in both."""
     times = []
-    for schedule, costs in ((searched, its), (named, others)):
+    for schedule in (searched, named):
         chance = random.Random(seed)
-        if not schedule.has_pairs:
-            costs = replace(costs, layers=None)  # nothing is fused, whatever follows each other
-        problem = Problem(costs, stages=schedule.stages, num_microbatches=schedule.num_microbatches)
+        mine = costs if schedule.has_pairs else replace(costs, layers=None)  # nothing is fused, whatever follows
+        problem = Problem(mine, stages=schedule.stages, num_microbatches=schedule.num_microbatches)
         order = problem.order_of(schedule)
         times.append([problem.time(order, _jittered(problem, schedule, chance)) for _ in range(SAMPLES)])
     ratios = [named / searched for searched, named in zip(*times, strict=True)]

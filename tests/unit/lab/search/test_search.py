@@ -206,10 +206,10 @@ def test_gaps_are_closed_within_the_limit():
 def test_an_order_is_taken_only_if_it_gains():
     named, slow = (build(name, pp=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
     costs = Costs.per_rank(1, 1, 1, chunks=1)
-    assert compare(named, costs, slow, costs).adopted
-    assert not compare(named, costs, named, costs).adopted
-    assert compare(named, costs, named, costs).gain == 0
-    assert not compare(slow, costs, named, costs).adopted
+    assert compare(named, slow, costs).adopted
+    assert not compare(named, named, costs).adopted
+    assert compare(named, named, costs).gain == 0
+    assert not compare(slow, named, costs).adopted
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_an_order_is_taken_only_if_it_gains():
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved"])
 def test_a_tuned_cut_is_faster_and_above_the_bound_of_all_cuts(name):
     schedule = build(name, pp=2, num_microbatches=6)
-    even = price(PROFILE, even_cut(PROFILE, schedule.num_stages), lambda costs: schedule)
-    tuned = tune_cut(PROFILE, pp=2, chunks=schedule.chunks, placement=schedule.placement, order=lambda costs: schedule)
-    least = bound_of_cuts(PROFILE, pp=2, chunks=schedule.chunks, placement=schedule.placement, num_microbatches=6)
+    even = price(PROFILE, even_cut(PROFILE, schedule.num_stages), schedule)
+    tuned = tune_cut(PROFILE, schedule)
+    least = bound_of_cuts(PROFILE, schedule)
     assert least <= tuned.seconds < even.seconds
     assert sum(tuned.cut) == 16 and min(tuned.cut) >= 1
 
@@ -229,7 +229,7 @@ def test_a_tuned_cut_is_faster_and_above_the_bound_of_all_cuts(name):
 def test_a_cut_without_another_beside_it(pattern, pp):
     """One stage, or a layer for each: the embedding and the head may be alone."""
     schedule, profile = build("1f1b", pp=pp, num_microbatches=4), Profile(pattern=pattern, kinds=PROFILE.kinds)
-    tuned = tune_cut(profile, pp=pp, chunks=1, placement="loop", order=lambda costs: schedule)
+    tuned = tune_cut(profile, schedule)
     assert len(tuned.cut) == pp and sum(tuned.cut) == len(pattern) and min(tuned.cut) >= 1
     assert min(even_cut(profile, pp)) >= 1
 
@@ -237,20 +237,20 @@ def test_a_cut_without_another_beside_it(pattern, pp):
 def test_the_best_of_all_cuts_of_one_chunk():
     schedule = build("zb-h1", pp=3, num_microbatches=6)
     cuts = [(a, b, 16 - a - b) for a in range(1, 15) for b in range(1, 16 - a)]
-    best = min(price(PROFILE, cut, lambda costs: schedule).seconds for cut in cuts)
-    assert tune_cut(PROFILE, pp=3, chunks=1, placement="loop", order=lambda costs: schedule).seconds == best
-    assert bound_of_cuts(PROFILE, pp=3, chunks=1, placement="loop", num_microbatches=6) <= best
+    best = min(price(PROFILE, cut, schedule).seconds for cut in cuts)
+    assert tune_cut(PROFILE, schedule).seconds == best
+    assert bound_of_cuts(PROFILE, schedule) <= best
 
 
 def test_a_cut_keeps_the_memory_of_every_rank():
     schedule = build("1f1b", pp=2, num_microbatches=6)
-    free = tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule)
+    free = tune_cut(PROFILE, schedule)
     limit = max(free.peaks) - 5
-    tight = tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule, limit=limit)
+    tight = tune_cut(PROFILE, schedule, limit=limit)
     assert max(tight.peaks) <= limit < max(free.peaks)
     assert tight.seconds > free.seconds
     with pytest.raises(ScheduleError, match=r"the closest is .* where rank 0 needs .*, rank 1 needs"):
-        tune_cut(PROFILE, pp=2, chunks=1, placement="loop", order=lambda costs: schedule, limit=40)
+        tune_cut(PROFILE, schedule, limit=40)
 
 
 def test_bad_input(tmp_path):
