@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import connection, forkserver
@@ -109,14 +109,17 @@ def try_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, processes.listen() as sock:
         port = sock.getsockname()[1]
         store = processes.serve_store(sock)
-        ranks = [
-            Rank(number, world_size, port, Path(folder), timeout if init and hide_gpus else None)
-            for number in range(world_size)
-        ]
+        ranks: list[Rank] = []
         try:
             with _environment(hide_gpus):
-                for rank in ranks:
-                    rank.start(context, call, env or {})
+                for number in range(world_size):
+                    stem = Path(folder) / f"rank{number}"
+                    variables = processes.rank_environment(number, world_size, port, num_threads=1) | (env or {})
+                    group_timeout = timeout if init and hide_gpus else None
+                    process = context.Process(target=_become_rank, args=(stem, call, variables, group_timeout))
+                    process.start()
+                    assert process.pid is not None
+                    ranks.append(Rank(number, stem, process, process.pid))
             _wait(ranks, timeout)
         finally:
             for rank in ranks:
@@ -130,53 +133,43 @@ def try_ranks(
 
 @dataclass(slots=True)
 class Rank:
-    """One rank, from its start to its end, and the files that it writes."""
+    """One rank, from its start to its end, and the files that it writes, which begin with `stem`."""
 
     number: int
-    world_size: int
-    port: int
-    folder: Path
-    group_timeout: float | None
-    """Seconds that the test may take, if the rank is to be in a process group."""
-    process: ForkServerProcess | None = None
+    stem: Path
+    process: ForkServerProcess
+    pid: int
     order: int = sys.maxsize
     ended_by_harness: bool = False
 
     def file(self, kind: str) -> Path:
-        return self.folder / f"rank{self.number}.{kind}"
-
-    def start(self, context: ForkServerContext, call: bytes, env: dict[str, str]) -> None:
-        variables = processes.rank_environment(self.number, self.world_size, self.port, num_threads=1) | env
-        self.process = context.Process(target=_become_rank, args=(replace(self), call, variables))
-        self.process.start()
+        return self.stem.with_suffix(f".{kind}")
 
     @property
     def running(self) -> bool:
-        return self.process is not None and self.process.exitcode is None
+        return self.process.exitcode is None
 
     @property
     def failed(self) -> bool:
         """It has ended, and not by returning from its function."""
-        return not self.running and (self.process is None or self.process.exitcode != 0 or not self._has("result"))
+        return not self.running and (self.process.exitcode != 0 or not self._has("result"))
 
     def send(self, signum: int) -> None:
-        assert self.process is not None and self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signum)
+            os.kill(self.pid, signum)
 
     def end(self) -> None:
         """End the rank and its children, if it still runs."""
-        if self.process is None or not self.running:
+        if not self.running:
             return
-        assert self.process.pid is not None
         self.ended_by_harness = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self.send(signal.SIGKILL)  # a rank that does not lead its session yet is no process group
         self.process.join()
 
     def outcome(self) -> Outcome:
-        assert self.process is not None and self.process.exitcode is not None
+        assert self.process.exitcode is not None
         return Outcome(
             rank=self.number,
             status=self.process.exitcode,
@@ -199,13 +192,13 @@ def _wait(ranks: list[Rank], timeout: float) -> None:
     """Waits until all have ended, or the time is up, or one has failed and the others had GRACE_SECONDS; ranks that
     still run have then written their stacks."""
     deadline, failed, num_ended = time.monotonic() + timeout, False, 0
-    running = [rank for rank in ranks if rank.process is not None]
+    running = ranks
     while running:
         left = deadline - time.monotonic()
         if left <= 0:
             _have_stacks_written(running)
             return
-        connection.wait([rank.process.sentinel for rank in running if rank.process is not None], left)
+        connection.wait([rank.process.sentinel for rank in running], left)
         ended = [rank for rank in running if not rank.running]
         running = [rank for rank in running if rank not in ended]
         for rank in sorted(ended, key=lambda rank: not rank.file("error").exists()):
@@ -254,38 +247,33 @@ def _environment(hide_gpus: bool) -> contextlib.AbstractContextManager[Any]:
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def _become_rank(rank: Rank, call: bytes, env: dict[str, str]) -> None:
-    """Runs in the fork; never returns."""
+def _become_rank(stem: Path, call: bytes, env: dict[str, str], group_timeout: float | None) -> None:
+    """Runs in the fork; never returns. group_timeout: seconds that the test may take, if the rank is to be in a process
+    group."""
     # The server detects the end of the test process by the closing of this pipe, which ranks would keep open.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    processes.become_rank(
-        partial(_body, rank, call), parent=os.getppid(), env=env, output=rank.file("output"), error=rank.file("error")
-    )
+    output, error = stem.with_suffix(".output"), stem.with_suffix(".error")
+    body = partial(_body, stem, call, group_timeout)
+    processes.become_rank(body, parent=os.getppid(), env=env, output=output, error=error)
 
 
-def _body(rank: Rank, call: bytes) -> None:
+def _body(stem: Path, call: bytes, group_timeout: float | None) -> None:
     """Calls the function and writes its result."""
-    stack = open(rank.file("stack"), "w")  # noqa: SIM115 - open until the rank ends
+    import torch.distributed as dist
+
+    stack = open(stem.with_suffix(".stack"), "w")  # noqa: SIM115 - open until the rank ends
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     fn, args, kwargs = pickle.loads(call)
-    dist = None if rank.group_timeout is None else _init_gloo(rank.group_timeout)
+    if group_timeout is not None:  # longer than the test's: the harness reports a hang, not gloo
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2 * group_timeout))
+        dist.barrier()  # a rank whose function ends at once would close connections that others are still making
     result = fn(*args, **kwargs)
-    part = rank.file("part")
+    part = stem.with_suffix(".part")
     part.write_bytes(tensors.dumps(result))
-    part.replace(rank.file("result"))
-    if dist is not None and dist.is_initialized():
+    part.replace(stem.with_suffix(".result"))
+    if group_timeout is not None and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _init_gloo(timeout: float) -> Any:
-    """Returns torch.distributed with its default group. The time limit is longer than the test's: the harness reports a
-    hang, not gloo."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout))
-    dist.barrier()  # a rank whose function ends at once would close connections that others are still making
-    return dist
 
 
 # --- what a failure shows ---------------------------------------------------------------------------------------------
