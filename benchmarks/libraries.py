@@ -396,7 +396,7 @@ def outcome_of(name: str, references: dict[str, Reference] | None = None, *, dia
     verdict = verifier.verify(cell.case, [cell.lane])
     outcome = Outcome(name, verdict)
     if diagnosed and outcome.word == "differs":
-        outcome.diagnosis = localise.diagnose(verifier, verdict, lambda text: None)
+        outcome.diagnosis = localise.diagnose(verifier, verdict)
     return outcome
 
 

@@ -209,7 +209,8 @@ class DeepSpeed:
         self._model, self._loop = case.user_model, options.loop
         process_groups.destroy()
         self.groups = process_groups.build(self.plan.layout, timeout_minutes=5)
-        self.chunk: Any = self.subject.whole(self.plan, self.groups)
+        self.chunk: Any
+        (self.chunk,) = self.subject.chunks(self.plan, self.groups)
         json = {
             "train_micro_batch_size_per_gpu": self.plan.batch.micro_batch_size,
             "gradient_accumulation_steps": self.plan.batch.num_microbatches,

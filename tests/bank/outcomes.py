@@ -59,7 +59,7 @@ def _outcome(verifier: Verifier, mistake: Mistake, healthy: Verdict) -> Outcome:
     verdict: Verdict = verifier.verify(case, [case.lane])
     if verdict.ok or verdict.failure or verdict.problem:
         return Outcome(mistake, caught=False, found=False, how=verdict.failure or verdict.problem)
-    found = localise.diagnose(verifier, verdict, lambda text: None)
+    found = localise.diagnose(verifier, verdict)
     assert found is not None
     how = found.first + (f"; {found.relation}" if found.relation else "")
     return Outcome(mistake, True, mistake.is_at(found.axes, found.parameter), found.axes, found.parameter, how)

@@ -141,7 +141,7 @@ def test_verify_keeps_conversations_apart(data, also):
     config = parity.load(None, case.flags())
     plan = resolve(config, world_size=4)
     subject = with_first_samples(shrink.as_case(config, plan, shrink=False), plan, 1).case
-    assert subject.samples.parts["document_starts"].sum() > ROWS
+    assert subject.samples["document_starts"].sum() > ROWS
     for observe, ok in ((on_ranks.start_and_observe, True), (start_blind, False)):
         verdict = Verifier(1, observe=observe).verify(subject, ["fp64"])
         assert verdict.ok == ok and not verdict.problem, verdict.problem

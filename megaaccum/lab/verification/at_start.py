@@ -29,7 +29,7 @@ from megaaccum.config.rules.step import is_random, verifies_start
 from megaaccum.distributed.agreement import gathered, raise_together
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
-from megaaccum.lab.verification.relations import CLOSE, name_of_factor, sizes_of
+from megaaccum.lab.verification.relations import CLOSE, factor_of, name_of_factor, sizes_of
 from megaaccum.model.names import named_parameters
 from megaaccum.platform import cpu
 from megaaccum.pretrain.training.evaluation import loader_of
@@ -71,15 +71,14 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     theirs, sample_index = _otherwise(engine, data, planned, other)
     second = _gradient(engine, theirs, other, sample_index)
     if second is None:
-        raise StepError(
-            _failed("its gradient is finite as planned but not in the other", planned, other)
-        ).printed_once()
-    distance = compare(plan, first, second, planned, other)
-    if distance.problem:
-        raise StepError(distance.problem).printed_once()
+        problem = _failed("its gradient is finite as planned but not in the other", planned, other)
+        raise StepError(problem).printed_once()
+    error, problem = compare(plan, first, second, planned, other)
+    if problem:
+        raise StepError(problem).printed_once()
     engine.verified = layout_of(plan)
     return (
-        f"verify_at_start: {len(first.names)} parameters, at most {distance.error:.1e} apart in two splits of"
+        f"verify_at_start: {len(first.names)} parameters, at most {error:.1e} apart in two splits of"
         f" {planned.global_batch_size} sequences ({_cut(planned)}; {_cut(other)}), {time.monotonic() - begun:.1f} s"
     )
 
@@ -205,42 +204,32 @@ def _names(engine: Engine) -> list[str]:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SplitDistance:
-    """The distance of two splits.
-
-    error: the largest relative distance of a parameter's gradient. problem: how the splits disagree; else empty."""
-
-    error: float
-    problem: str = ""
-
-
-def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other: BatchPlan) -> SplitDistance:
-    """Compare `first`, of the planned split, with `second`, of another. Two gradients of a parameter are equal within
-    CLOSE of their norm plus four roundings of a parameter of usual size."""
+def compare(plan: Plan, first: Sketch, second: Sketch, planned: BatchPlan, other: BatchPlan) -> tuple[float, str]:
+    """(the largest relative distance of a parameter's gradient, how the splits disagree or an empty text) of `first`,
+    of the planned split, and `second`, of another. Two gradients of a parameter are equal within CLOSE of their norm
+    plus four roundings of a parameter of usual size."""
     lane = plan.config.sharding.params_dtype or "fp32"
     summed = MODEL_UNIT if plan.config.sharding.backend == "ddp" else UNIT
     close = CLOSE[lane] + planned.num_microbatches * planned.data_parallel_size * summed[lane]
     sizes = torch.maximum(first.table[:, -1], second.table[:, -1]).sqrt()
     usual = float(sizes.square().mean().sqrt())
     distances = (first.table - second.table)[:, :-1].square().mean(dim=1).sqrt()
+    relative = distances / sizes.clamp_min(1e-300)
     wrong = torch.logical_not(distances <= close * sizes + 4 * MODEL_UNIT[lane] * usual).nonzero().flatten().tolist()
-    error = float((distances / sizes.clamp_min(1e-300)).max())
     differing = _scalars(first, second, close)
-    if not wrong and not differing:
-        return SplitDistance(error)
     if wrong:
-        r = float((first.table[wrong[0], :-1] * second.table[wrong[0], :-1]).sum())
-        r /= max(float(second.table[wrong[0], :-1].square().sum()), 1e-300)
-        left = first.table[wrong[0], :-1] - r * second.table[wrong[0], :-1]
-        known = float(left.norm()) <= close * float(first.table[wrong[0], :-1].norm())
-        name, apart = first.names[wrong[0]], float(distances[wrong[0]] / sizes[wrong[0]].clamp_min(1e-300))
-        how = _factor(plan, r, first, planned, other, close) if known else f"{apart:.1%} away from it"
+        one, two = first.table[wrong[0], :-1], second.table[wrong[0], :-1]
+        r, left = factor_of(one, two)
+        how = (
+            _factor(plan, r, first, planned, other, close)
+            if left <= close
+            else f"{relative[wrong[0]]:.1%} away from it"
+        )
         differing.append(
             f"{len(wrong)} of {len(first.names)} parameters have another gradient; the first in the order of the model"
-            f" is {name}, {how}"
+            f" is {first.names[wrong[0]]}, {how}"
         )
-    return SplitDistance(error, _failed("; ".join(differing), planned, other))
+    return float(relative.max()), _failed("; ".join(differing), planned, other) if differing else ""
 
 
 def _failed(how: str, planned: BatchPlan, other: BatchPlan) -> str:

@@ -19,11 +19,6 @@ _OF_EXPERTS: Keys = dict.fromkeys(keys_that_need("num_experts")) | {
 }  # fmt: skip
 
 
-def axes_of(case: Case) -> dict[str, Case]:
-    """The case without each axis that it has, by the axis' name. Some may not be legal."""
-    return {name: without for name, remove in _AXES.items() if (without := remove(case)) is not None}
-
-
 def _with(case: Case, keys: Keys, **fields: object) -> Case | None:
     """The case with other keys; None if nothing changes."""
     changed = case.changed(case.keys | keys, **fields)
@@ -89,7 +84,7 @@ def _schedule(case: Case) -> Case | None:
     return _with(case, _SCHEDULE) if pp > 1 and (named or "virtual_pipeline_model_parallel_size" in case.keys) else None
 
 
-_AXES: dict[str, Callable[[Case], Case | None]] = {
+AXES: dict[str, Callable[[Case], Case | None]] = {
     "recompute": lambda case: _with(case, {name: None for name in case.keys if name.startswith("recompute_")}),
     "sync": _only("sync", sync=None, max_live_parameters=None),
     "offload": _only("offload_optimizer", offload_optimizer=None),
@@ -118,4 +113,5 @@ _AXES: dict[str, Callable[[Case], Case | None]] = {
     "weight decay": _only("weight_decay", weight_decay=0.0),
     "micro-batch means": _only("loss_norm", loss_norm=None),
 }  # fmt: skip
-"""In the order in which they are taken away: what is left in the end is what the failure needs."""
+"""By the axis' name, the case without it, which may not be legal; None if it has no such axis. In the order in which
+they are taken away: what is left in the end is what the failure needs."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,55 +53,47 @@ class Crossing:
 def watching(plan: Plan, groups: Groups, chunks: list[Any], scale: Callable[[], float]) -> Iterator[list[Crossing]]:
     """Record what this rank's chunks send and receive in one step, in the list that is entered. scale: the factor in
     gradients that arrive. Collective over the pipeline."""
-    watch = _Watch(plan, groups, scale)
+    found: list[Crossing] = []
+    part = (groups.tp.rank(), groups.tp.size()) if plan.config.parallel.sequence_parallel else (0, 1)
+
+    def noting(stage: int, after: str, way: str) -> Callable[..., None]:
+        """A function that notes its last argument, the activation of the next micro-batch, and its gradient, which goes
+        the other way: a forward hook of a chunk, or called before its `set_input_tensor`."""
+        numbers, back = itertools.count(), RECEIVED if way == SENT else SENT
+
+        def note(*given: Any) -> None:
+            tensor = given[-1][0] if isinstance(given[-1], list) else given[-1]
+            place = plan.batch.sample_index(next(numbers), groups.dp.rank(), in_runs=plan.in_runs)
+
+            def add(way: str, is_gradient: bool, values: torch.Tensor) -> None:
+                values = values.detach().double().cpu().clone()
+                found.append(Crossing(stage, way, is_gradient, after, place, values, *part))
+
+            add(way, False, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: add(back, True, grad / scale()))
+
+        return note
+
     with ExitStack() as stack:
         if plan.layout.num_stages > 1 and groups.collection.cp.size() == 1:
             after = _last_layers(plan, groups, chunks)
             for stage, chunk in zip(plan.layout.stages(torch.distributed.get_rank()), chunks, strict=True):
                 if stage in after:
-                    stack.enter_context(chunk.register_forward_hook(watch.sending(stage, after[stage])))
+                    stack.enter_context(chunk.register_forward_hook(noting(stage, after[stage], SENT)))
                 if stage - 1 in after:
-                    chunk.set_input_tensor = watch.receiving(stage, after[stage - 1], chunk.set_input_tensor)
+                    note = noting(stage, after[stage - 1], RECEIVED)
+                    chunk.set_input_tensor = _after(note, chunk.set_input_tensor)
                     stack.callback(delattr, chunk, "set_input_tensor")
-        yield watch.found
+        yield found
 
 
-class _Watch:
-    def __init__(self, plan: Plan, groups: Groups, scale: Callable[[], float]):
-        self.found: list[Crossing] = []
-        self._plan, self._groups, self._scale = plan, groups, scale
-        is_cut = plan.config.parallel.sequence_parallel
-        self._part = (groups.tp.rank(), groups.tp.size()) if is_cut else (0, 1)
+def _after(note: Callable[[Any], None], take: Callable[[Any], None]) -> Callable[[Any], None]:
+    def both(given: Any) -> None:
+        note(given)
+        take(given)
 
-    def sending(self, stage: int, after: str) -> Callable[..., None]:
-        """A forward hook of a chunk."""
-        numbers = itertools.count()
-
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            self._note(output, next(numbers), after, stage, SENT, RECEIVED)
-
-        return hook
-
-    def receiving(self, stage: int, after: str, take: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A function in place of `take`, a chunk's `set_input_tensor`."""
-        numbers = itertools.count()
-
-        def note(given: Any) -> None:
-            self._note(given[0] if isinstance(given, list) else given, next(numbers), after, stage, RECEIVED, SENT)
-            take(given)
-
-        return note
-
-    def _note(self, tensor: Any, index: int, after: str, stage: int, way: str, back: str) -> None:
-        """The activation, and its gradient, which goes the other way."""
-        place = self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)
-
-        def crossing(way: str, is_gradient: bool, values: torch.Tensor) -> Crossing:
-            return Crossing(stage, way, is_gradient, after, place, values.detach().double().cpu().clone(), *self._part)
-
-        self.found.append(crossing(way, False, tensor))
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self.found.append(crossing(back, True, grad / self._scale())))
+    return both
 
 
 def _last_layers(plan: Plan, groups: Groups, chunks: list[Any]) -> dict[int, str]:
@@ -122,20 +115,27 @@ def of_layers(model: torch.nn.Module, divided_by: float) -> Iterator[dict[str, l
     """{layer: [output, gradient of it / divided_by]} of one forward and backward of a whole model; float64."""
     found: dict[str, list[torch.Tensor]] = {}
 
-    def note(name: str) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                found[name] = [tensor.detach().double().cpu().clone()]
-                tensor.register_hook(lambda grad: found[name].append(grad.detach().double() / divided_by))
+    def note(name: str, tensors: list[torch.Tensor]) -> None:
+        if _LAYER.fullmatch(name) and tensors and tensors[0].requires_grad:
+            kept = found[name.removeprefix("module.")] = [tensors[0].detach().double().cpu().clone()]
+            tensors[0].register_hook(lambda grad: kept.append(grad.detach().double() / divided_by))
 
-        return hook
+    with noting_outputs(model, note):
+        yield found
+
+
+@contextmanager
+def noting_outputs(model: torch.nn.Module, note: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Call `note` with the name and the tensors of each module's output, innermost first."""
+
+    def hook(name: str, _module: Any, _inputs: Any, output: Any) -> None:
+        every = output if isinstance(output, tuple | list) else [output]
+        note(name, [each for each in every if isinstance(each, torch.Tensor)])
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if _LAYER.fullmatch(name):
-                stack.enter_context(module.register_forward_hook(note(name.removeprefix("module."))))
-        yield found
+            stack.enter_context(module.register_forward_hook(partial(hook, name)))
+        yield
 
 
 # --- the first that is wrong ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from megaaccum.config import Config, Plan, precision, resolve
 from megaaccum.config.keys import all_keys
@@ -42,30 +42,22 @@ class UserModel:
     reports: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Sequences of a configuration's data, in order over all steps. parts: [samples, tokens] tensors, by NAMES, and
-    document_starts with reset_attention_mask."""
-
-    NAMES: ClassVar = ("tokens", "labels", "loss_mask", "position_ids")
-    parts: dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, a layout and samples: the subject of one comparison.
 
     keys: the configuration's, flat. megatron: fields of Megatron's model configuration. user_model: replaces the
-    configured GPT. samples: from the configuration's data; default: random tokens. masks: sequences have different
-    numbers of unmasked tokens (padded: without a pipeline, and the model is given the padding mask), or all tokens
-    count. overflow: the (step, micro-batch), from 0, whose gradient is not finite. device: of the ranks and of the
-    reference; `gpu` is what they find, so that a dry run without one takes the same path."""
+    configured GPT. samples: [samples, tokens] tensors of the configuration's data by name, in order over all steps;
+    default: random tokens. masks: sequences have different numbers of unmasked tokens (padded: without a pipeline, and
+    the model is given the padding mask), or all tokens count. overflow: the (step, micro-batch), from 0, whose gradient
+    is not finite. device: of the ranks and of the reference; `gpu` is what they find, so that a dry run without one
+    takes the same path."""
 
     keys: Keys
     world_size: int
     megatron: Keys = field(default_factory=dict)
     user_model: UserModel | None = None
-    samples: Samples | None = None
+    samples: dict[str, Any] | None = field(default=None, compare=False)
     masks: Literal["unequal", "padded", "full"] = "unequal"
     overflow: tuple[int, int] | None = None
     device: Literal["cpu", "gpu"] = "cpu"

@@ -33,6 +33,10 @@ ALONE = {"fp64": 0.0, "fp32": 2.0**-10, "bf16": 2.0**-9 * 32, "fp16": 2.0**-11 *
 an activation, or one of a TF32 product."""
 
 
+Part = list[tuple[int, Piece]]
+"""(rank, piece) of what ranks hold of one tp rank's part of a parameter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One comparison.
@@ -179,17 +183,16 @@ class _Measure:
             trues = _from(near, before, trues)
         if self.true.skipped and kind == GRADIENT:
             return
-        pieces = _by_part([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
+        pieces = by_name([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
         if not pieces or not trues:
             return
         total = _root_mean_square({n: each - near[n] for n, each in trues.items()} if moves else trues)
         for name, true in trues.items():
-            parts = [key for key in pieces if key[0] == name]
-            if not parts:
+            if name not in pieces:
                 if kind != MODEL:
                     yield Row(kind=kind, name=name, step=self.number, error=math.inf, bound=0.0, note="is on no rank")
                 continue
-            errors = [_distance_of(true, key, pieces[key]) for key in parts]
+            errors = [_distance_of(true, part) for part in pieces[name]]
             distance, rank = max(errors, key=lambda each: each[0] if each[0] == each[0] else math.inf)
             size = float((true - near[name]).norm()) if moves else float(true.norm())
             # A tiny change or gradient is measured relative to the others.
@@ -215,30 +218,34 @@ class _Measure:
         return FACTOR * off + summed + 4 * unit * ratio + 16 * typical * (2.0 if kind == "exp_avg_sq" else 1.0)
 
 
-def _by_part(pieces: list[tuple[int, Piece]]) -> dict[tuple[str, int, int], list[tuple[int, Piece]]]:
-    """By (name, tp rank, tp size)."""
-    found: dict[tuple[str, int, int], list[tuple[int, Piece]]] = {}
+def by_name(pieces: list[tuple[int, Piece]]) -> dict[str, list[Part]]:
+    """The parts of each parameter, in the order of the tp ranks."""
+    found: dict[str, dict[int, Part]] = {}
     for rank, piece in pieces:
-        found.setdefault((piece.name, piece.tp_rank, piece.tp_size), []).append((rank, piece))
-    return found
+        found.setdefault(piece.name, {}).setdefault(piece.tp_rank, []).append((rank, piece))
+    return {name: [parts[tp] for tp in sorted(parts)] for name, parts in found.items()}
 
 
-def _distance_of(
-    true: torch.Tensor, key: tuple[str, int, int], pieces: list[tuple[int, Piece]]
-) -> tuple[float, int | None]:
-    """(distance of one tp rank's part from the reference, the rank that is farthest away). Of an element that several
-    ranks hold, the farthest value counts; one that no rank holds makes the distance nan."""
-    mine = cut(true, pieces[0][1])
-    farthest = torch.full_like(mine, float("nan"))
+def farthest(true: torch.Tensor, part: Part) -> tuple[torch.Tensor, int | None]:
+    """(values of one tp rank's part, whose right ones are `true`; the rank that is farthest away). Of an element that
+    several ranks hold, the farthest value counts; one that no rank holds is nan."""
+    values, most = torch.full_like(true, math.nan), torch.full_like(true, -1.0)
     worst: tuple[float, int | None] = (-1.0, None)
-    for rank, piece in pieces:
-        end = piece.start + piece.values.numel()
-        off = (piece.values - mine[piece.start : end]).abs()
-        here = farthest[piece.start : end]
-        here.copy_(torch.where(here.isnan() | (off > here) | off.isnan(), off.nan_to_num(nan=math.inf), here))
-        largest = float(off.nan_to_num(nan=math.inf).max()) if off.numel() else 0.0
-        worst = max(worst, (largest, rank), key=lambda each: each[0])
-    return float(farthest.norm()) * key[2] ** 0.5, worst[1]
+    for rank, piece in part:
+        at = slice(piece.start, piece.start + piece.values.numel())
+        off = (piece.values - true[at]).abs().nan_to_num(nan=math.inf)
+        values[at] = torch.where(off > most[at], piece.values, values[at])
+        most[at] = torch.maximum(off, most[at])
+        worst = max(worst, (float(off.max()) if off.numel() else 0.0, rank), key=lambda each: each[0])
+    return values, worst[1]
+
+
+def _distance_of(true: torch.Tensor, part: Part) -> tuple[float, int | None]:
+    """(distance of one tp rank's part of a whole parameter, the rank that is farthest away). It is nan if an element is
+    nan, or on no rank."""
+    mine = cut(true, part[0][1])
+    values, rank = farthest(mine, part)
+    return float((values - mine).norm()) * part[0][1].tp_size ** 0.5, rank
 
 
 def cut(true: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -257,10 +264,10 @@ def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
 
 def _initial_weights(ranks: list[Observed], near: Reference) -> Iterator[Row]:
     """Every rank starts with the weights of one process in the same precision, to the bit."""
-    pieces = _by_part([(rank.rank, piece) for rank in ranks for piece in rank.before])
+    pieces = by_name([(rank.rank, piece) for rank in ranks for piece in rank.before])
     for name, true in near.before.items():
-        for key in (key for key in pieces if key[0] == name):
-            distance, rank = _distance_of(true, key, pieces[key])
+        for part in pieces.get(name, []):
+            distance, rank = _distance_of(true, part)
             error = distance / max(float(true.norm()), 1e-300)
             yield Row(kind="initial weight", name=name, step=1, error=error, bound=0.0, rank=rank)
 

@@ -10,11 +10,12 @@ import torch
 
 from megaaccum.config import Plan
 from megaaccum.errors import MegaaccumError
-from megaaccum.lab.verification.case import Samples
 from megaaccum.lab.verification.shrink import Shrunk
 from megaaccum.lab.verification.subject import vocab_size_of
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import starts_of
+
+_NAMES = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
@@ -30,7 +31,7 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
             rows = [found.train[index] for index in range(count)]
     except MegaaccumError as error:
         return replace(shrunk, notes=[*shrunk.notes, f"random tokens: the data cannot be read here ({error})"])
-    parts = {name: torch.stack([torch.as_tensor(row[name])[:seq] for row in rows]) for name in Samples.NAMES}
+    parts = {name: torch.stack([torch.as_tensor(row[name])[:seq] for row in rows]) for name in _NAMES}
     if plan.config.data.reset_attention_mask:
         starts = [_starts(row, found.vocabulary.eod) for row in rows]
         parts["document_starts"] = torch.stack([each[:seq] for each in starts])
@@ -41,7 +42,7 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
         f"tokens and masks are those of the first {count} samples of the data, cut to {seq} tokens, ids modulo"
         f" {vocab}; each sequence is masked from another token on, so that weights differ"
     )
-    return Shrunk(replace(case, samples=Samples(parts)), [*shrunk.notes, note])
+    return Shrunk(replace(case, samples=parts), [*shrunk.notes, note])
 
 
 def _starts(row: dict[str, Any], document_end: int | None) -> torch.Tensor:

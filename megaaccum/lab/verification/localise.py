@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification import borders, relations
-from megaaccum.lab.verification.axes import axes_of
+from megaaccum.lab.verification.axes import AXES
 from megaaccum.lab.verification.case import Case, Lane
-from megaaccum.lab.verification.compare import Comparison, compare, relative_error
+from megaaccum.lab.verification.compare import Comparison, relative_error
 from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed
-from megaaccum.lab.verification.verdict import Progress, Verdict, Verifier
+from megaaccum.lab.verification.verdict import Verdict, Verifier
 
 _PHASES = {
     "initial weight": "before the step", "weight": "in the divisor", "loss": "in the forward",
@@ -62,7 +62,7 @@ class Diagnosis:
         return lines + ([f"            it is: {self.relation}"] if self.relation else [])
 
 
-def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagnosis | None:
+def diagnose(verifier: Verifier, verdict: Verdict) -> Diagnosis | None:
     """Diagnose a verdict that failed; None if no precision was compared. Starts ranks several times."""
     failed = next((each for each in verdict.comparisons if not each.ok), None)
     if failed is None:
@@ -71,20 +71,13 @@ def diagnose(verifier: Verifier, verdict: Verdict, progress: Progress) -> Diagno
     # A case of several lanes was compared as `in_lane` has it.
     case = verdict.case.in_lane(lane)
     found = described(failed)
-    if any(each.ok for each in verdict.comparisons):
-        found.axes += _precision_axes(verdict)
+    wrong = [each.lane for each in verdict.comparisons if not each.ok]
+    if len(verdict.comparisons) > 1 and wrong == [verdict.case.lane] and lane in ("bf16", "fp16"):
+        found.axes.append(f"precision {lane}")  # the configured one, which alone fails
     _relate(found, verifier, case)
-    smallest = _smallest(verifier, case, lane, found, progress)
+    smallest = _smallest(verifier, case, lane, found)
     found.smallest, found.world_size = dict(smallest.keys), smallest.world_size
     return found
-
-
-def _precision_axes(verdict: Verdict) -> list[str]:
-    """The configured 16-bit precision, if it alone fails."""
-    failing = [each.lane for each in verdict.comparisons if not each.ok]
-    if failing == [verdict.case.lane] and failing[0] in ("bf16", "fp16"):
-        return [f"precision {failing[0]}"]
-    return []
 
 
 def described(failed: Comparison) -> Diagnosis:
@@ -149,11 +142,11 @@ def _of_factors(
 ) -> str:
     """One factor for all, or by stage."""
     values = list(factors.values())
-    clip = _clip_of_norm(ranks, reference)
     if max(values) - min(values) <= 10 * close * abs(values[0]):
         name = relations.name_of_factor(values[0], sizes, close)
-        if clip is not None and abs(values[0] - clip) <= 10 * close * clip:
-            got, true = ranks[0].steps[0].norm, reference.steps[0].norm
+        got, true = ranks[0].steps[0].norm, reference.steps[0].norm
+        is_clipped = got and reference.clip < 1.0 and abs(got / true - 1) > 1e-12
+        if is_clipped and abs(values[0] - true / got) <= 10 * close * true / got:
             return f"{name}: clipped by a wrong norm, {got:.6g} where it is {true:.6g}"
         return name
     by_stage: dict[int, set[str]] = {}
@@ -166,12 +159,6 @@ def _of_factors(
     return "; ".join(
         f"pipeline rank {stage}: {', '.join(sorted(words)[:4])}" for stage, words in sorted(by_stage.items())
     )
-
-
-def _clip_of_norm(ranks: list[Observed], reference: Reference) -> float | None:
-    """The factor of gradients that were clipped by the ranks' norm and not by the right one."""
-    got, true = ranks[0].steps[0].norm, reference.steps[0].norm
-    return true / got if got and reference.clip < 1.0 and abs(got / true - 1) > 1e-12 else None
 
 
 def _copies(ranks: list[Observed], wrong: Iterable[str], close: float) -> str:
@@ -196,36 +183,26 @@ _IMPLIED_BY = {"micro-batches": "ga", "backend": "sync"}
 """An axis without which another that is needed cannot be."""
 
 
-def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis, progress: Progress) -> Case:
+def _smallest(verifier: Verifier, case: Case, lane: Lane, found: Diagnosis) -> Case:
     """Remove every axis that the failure does not need; add those that it needs to `found`."""
-    tried: set[str] = set()
-    needed: list[str] = []
-    while True:
-        left = {name: without for name, without in axes_of(case).items() if name not in tried}
-        if not left:
-            break
-        name, without = next(iter(left.items()))
-        tried.add(name)
-        if not without.is_legal() or _IMPLIED_BY.get(name) in needed:
+    for name, remove in AXES.items():
+        without = remove(case)
+        if without is None or not without.is_legal() or _IMPLIED_BY.get(name) in found.axes:
             continue
-        progress(f"without {name}")
+        verifier.progress(f"without {name}")
         if _fails(verifier, without, lane):
             case = without
         else:
-            needed.append(name)
-    found.axes += needed
+            found.axes.append(name)
     return case
 
 
 def _fails(verifier: Verifier, case: Case, lane: Lane) -> bool:
     """Whether the case still fails by its numbers. A case whose ranks end early does not count."""
     try:
-        plan = case.plan()
         references = verifier.references(case, ["fp64", lane])
         if any(reference.problem for reference in references.values()):
             return False
-        ranks = verifier.observe(case)
+        return not verifier.compared(case, lane, references).ok
     except (RanksFailed, ConfigError):
         return False
-    summands = plan.batch.num_microbatches * plan.layout.dp
-    return not compare(lane, ranks, references["fp64"], references[lane], summands=summands).ok

@@ -24,7 +24,7 @@ def observe(case: Case, steps: int, *, at_borders: bool = False) -> Observed:
     """Take `steps` steps of a case. at_borders: record what crosses borders of stages in the first. Collective over the
     world of the layout."""
     run = Run(case)
-    seen = Observed(torch.distributed.get_rank(), run.place(), run.model())
+    seen = Observed(torch.distributed.get_rank(), place_in(run.groups), run.model())
     watching: AbstractContextManager[list[Crossing]] = run.watching() if at_borders else nullcontext([])
     with watching as seen.crossings:
         seen.steps.append(run.step(0))
@@ -54,10 +54,6 @@ class Run:
         )
         self.engine.train_steps.before_update = self._note_gradient
         self._gradient: list[Piece] = []
-
-    def place(self) -> dict[str, int]:
-        """This rank's place in each group."""
-        return place_in(self.groups)
 
     def watching(self) -> AbstractContextManager[list[Crossing]]:
         """Record what crosses borders of stages."""

@@ -87,15 +87,13 @@ class ReferenceStep(_Numbers):
 class Reference:
     """Steps of one process, without pipeline, sharding or accumulation.
 
-    before: initial weights by name, in the order of the model. whole: all samples of a step went through the model in
-    one forward, not micro-batch by micro-batch. parts: each micro-batch's share of the first step's gradient before
-    clipping, if requested, with the `weights` of their losses and the outputs and gradients of `layers`
+    before: initial weights by name, in the order of the model. parts: each micro-batch's share of the first step's
+    gradient before clipping, if requested, with the `weights` of their losses and the outputs and gradients of `layers`
     (borders.of_layers). clip: the factor by which the first step's gradient was clipped. problem: the reason why
     nothing can be verified; else empty. notes: remarks for the reader of the verdict."""
 
     before: dict[str, torch.Tensor]
     steps: list[ReferenceStep] = field(default_factory=list)
-    whole: bool = False
     parts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     layers: list[dict[str, list[torch.Tensor]]] = field(default_factory=list)
     clip: float = 1.0

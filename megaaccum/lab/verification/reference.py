@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Reference, ReferenceStep
 from megaaccum.model import names
+from megaaccum.model.unfit import module_problems
 from megaaccum.optim import by_pattern
 from megaaccum.step.seeds import SampleSeeds
 
@@ -175,7 +177,7 @@ def reference_of(case: Case, lane: Lane, steps: int, *, keep_parts: bool = False
         run = _Run(case, lane)
         if problem := run.problem():
             return Reference({}, problem=problem)
-        reference = Reference(run.masters_now(), notes=run.notes)
+        reference = Reference(run.masters_now())
         for number in range(steps):
             reference.steps.append(run.step(number, reference, keep_parts=keep_parts and number == 0))
             if reference.problem:
@@ -200,7 +202,9 @@ class _Run:
         self.subject = subject.subject_of(case)
         process_groups.destroy()
         built = process_groups.build(self.plan.layout, timeout_minutes=5)
-        model = self.subject.whole(self.plan, built)
+        (model,) = self.subject.chunks(self.plan, built)
+        if problems := module_problems(model):
+            raise ConfigError(problems)
         by_pattern.freeze(self.plan, [model])
         # The masks of dropout belong to samples, as tokens do: they are the only thing shared with the step.
         self._seeds = SampleSeeds(self.plan, built, [model] if case.user_model is None else [])
@@ -213,7 +217,6 @@ class _Run:
         has_schedule = layout.config.optimizer.lr and layout.config.run.train_iters  # as the engine's
         self._batch_size = layout.batch.global_batch_size
         self._schedule = lr_schedule(self.loop.adam, layout) if has_schedule else None
-        self.notes: list[str] = []
         self._scale = _LossScale(layout.config.step) if lane == "fp16" else None
         self._rounding = 0.0
 
@@ -245,9 +248,10 @@ class _Run:
         batch = self.subject.microbatches(0, self.count)[0]
         runs: list[list[tuple[str, list[torch.Tensor]]]] = []
         for _ in range(2):
-            with torch.no_grad(), self._seeded(0, 0), _outputs_of(self.loop.model) as outputs:
+            runs.append([])
+            watched = borders.noting_outputs(self.loop.model, partial(_keep, runs[-1]))
+            with torch.no_grad(), self._seeded(0, 0), watched:
                 self.loop.loss(dict(batch) if isinstance(batch, dict) else batch)
-            runs.append(outputs)
         for (name, first), (_, again) in zip(*runs, strict=False):
             if any(not _repeats(one, other) for one, other in zip(first, again, strict=False)):
                 module = self.loop.model.get_submodule(name)
@@ -320,7 +324,6 @@ class _Run:
         if together is None:
             return grads, loss, total
         value, whole = self.loop.backward(together, total, 1, scale=scale)
-        reference.whole = True
         self._note_rounding(grads, whole, reference)
         if problem := self._samples_depend(grads, whole):
             reference.problem = problem
@@ -357,10 +360,8 @@ class _Run:
             )
 
     def _samples_depend(self, parts: Gradients, whole: Gradients) -> str:
-        distance = sum(float((parts[name] - whole[name]).double().square().sum()) for name in whole)
-        size = sum(float(grad.double().square().sum()) for grad in whole.values())
         limit = SAME.get(next(iter(whole.values())).dtype, 0.5) if self.lane in ("fp64", "fp32") else 0.5
-        error = (distance / max(size, 1e-300)) ** 0.5
+        error = norm_of({name: parts[name] - whole[name] for name in whole}) / max(norm_of(whole), 1e-300)
         if error <= limit:
             return ""
         return (
@@ -389,6 +390,10 @@ class _Run:
         return {name: each.double().clone() for name, each in names.named_buffers([self.loop.model])}  # type: ignore[list-item]
 
 
+def _keep(outputs: list[tuple[str, list[torch.Tensor]]], name: str, tensors: list[torch.Tensor]) -> None:
+    outputs.append((name, [each.detach().clone() for each in tensors]))
+
+
 def _repeats(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the same input gave the same output; on a GPU, where kernels add in any order, but for rounding."""
     if one.is_cuda and one.is_floating_point():
@@ -408,21 +413,3 @@ class _LossScale:
         if overflow and not self._fixed:
             self._left -= 1
             self.scale = self.scale / 2 if self._left <= 0 else self.scale
-
-
-@contextmanager
-def _outputs_of(model: torch.nn.Module) -> Iterator[list[tuple[str, list[torch.Tensor]]]]:
-    """Collect (name, tensors) of each module's output, innermost first."""
-    seen: list[tuple[str, list[torch.Tensor]]] = []
-
-    def note(name: str) -> Any:
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            given = output if isinstance(output, tuple | list) else [output]
-            seen.append((name, [each.detach().clone() for each in given if isinstance(each, torch.Tensor)]))
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.enter_context(module.register_forward_hook(note(name)))
-        yield seen

@@ -9,8 +9,8 @@ import torch
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.layout import RankLayout
-from megaaccum.lab.verification.compare import cut
-from megaaccum.lab.verification.records import GRADIENT, Observed, Piece, Reference
+from megaaccum.lab.verification.compare import Part, by_name, cut, farthest
+from megaaccum.lab.verification.records import GRADIENT, Observed, Reference
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Relative distance within which a number, or a sum of vectors, is taken for the one that is recognised."""
@@ -30,40 +30,25 @@ def sizes_of(at: RankLayout, batch: BatchPlan, loss_scale: float) -> dict[str, f
 def gather(ranks: list[Observed], true: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The first step's gradients by name, the tp ranks' parts in a row. If ranks differ, the value farthest from the
     reference counts. A parameter that lacks elements is left out."""
-    pieces: dict[str, dict[int, list[Piece]]] = {}
-    for rank in ranks:
-        for piece in rank.steps[0].tensors.get(GRADIENT, []):
-            pieces.setdefault(piece.name, {}).setdefault(piece.tp_rank, []).append(piece)
-    found = {}
-    for name, by_tp in pieces.items():
-        parts = [_filled(by_tp[tp], cut(true[name], by_tp[tp][0])) for tp in sorted(by_tp)]
-        whole = torch.cat(parts)
-        if bool(whole.isfinite().all()) and whole.numel() == true[name].numel():
-            found[name] = whole
-    return found
-
-
-def _filled(pieces: list[Piece], true: torch.Tensor) -> torch.Tensor:
-    filled = torch.full_like(true, float("nan"))
-    for piece in pieces:
-        at = slice(piece.start, piece.start + piece.values.numel())
-        here = filled[at]
-        farther = here.isnan() | ((piece.values - true[at]).abs() > (here - true[at]).abs())
-        filled[at] = torch.where(farther, piece.values, here)
-    return filled
+    found = {
+        name: torch.cat([farthest(cut(true[name], part[0][1]), part)[0] for part in parts])
+        for name, parts in _first_gradients(ranks).items()
+    }
+    whole = {name: each for name, each in found.items() if each.numel() == true[name].numel()}
+    return {name: each for name, each in whole.items() if bool(each.isfinite().all())}
 
 
 def laid_out(ranks: list[Observed], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole parameters in the order of elements that `gather` has."""
-    like: dict[str, dict[int, Piece]] = {}
-    for rank in ranks:
-        for piece in rank.steps[0].tensors.get(GRADIENT, []):
-            like.setdefault(piece.name, {})[piece.tp_rank] = piece
     return {
-        name: torch.cat([cut(whole[name], by_tp[tp]) for tp in sorted(by_tp)])
-        for name, by_tp in like.items()
+        name: torch.cat([cut(whole[name], part[0][1]) for part in parts])
+        for name, parts in _first_gradients(ranks).items()
         if name in whole
     }
+
+
+def _first_gradients(ranks: list[Observed]) -> dict[str, list[Part]]:
+    return by_name([(rank.rank, piece) for rank in ranks for piece in rank.steps[0].tensors.get(GRADIENT, [])])
 
 
 def factor_of(got: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:

@@ -66,24 +66,24 @@ def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -
         and given(config, name)
     }
     notes: list[str] = []
-    _without_kernels(keys, notes, on_gpu)
+    if not on_gpu:
+        _without_kernels(keys, notes)
     if value(config, "fp8_format") is not None:
         notes.append("FP8 is left out: its scales come from earlier micro-batches, which one full batch does not have")
     world_size = plan.layout.world_size
     if shrink:
         keys, world_size = _shrunk(keys, plan, notes)
     else:
-        keys |= {"micro_batch_size": plan.batch.micro_batch_size, "pp_microbatches": plan.batch.pp_microbatches}
-        keys |= {"grad_accum_steps": plan.batch.grad_accum_steps}
+        keys |= {
+            name: getattr(plan.batch, name) for name in ("micro_batch_size", "pp_microbatches", "grad_accum_steps")
+        }
     if any(keys.get(name) for name in ("attention_dropout", "hidden_dropout")) or not given(config, "hidden_dropout"):
         notes.append("dropout is 0: its masks are drawn per micro-batch, so the full batch has different ones")
     return Shrunk(Case(keys=keys | _SETTLED, megatron=_own_fields(config, notes), world_size=world_size), notes)
 
 
-def _without_kernels(keys: Keys, notes: list[str], on_gpu: bool) -> None:
-    """Leave out features that this machine's layers do not have."""
-    if on_gpu:
-        return
+def _without_kernels(keys: Keys, notes: list[str]) -> None:
+    """Leave out features that a CPU's layers do not have."""
     for name, words in _NEED_A_GPU.items():
         if keys.pop(name, None):
             notes.append(f"{words} is left out: {name} needs a GPU with Transformer Engine")
@@ -176,10 +176,9 @@ def _model_keys(keys: Keys, plan: Plan, *, tp: int, pp: int, ep: int, cp: int) -
     }  # fmt: skip
     if "ffn_hidden_size" in keys:
         small["ffn_hidden_size"] = 16 * heads
-    if "num_query_groups" in keys and (model.num_query_groups or 0) < model.num_attention_heads:
-        small["num_query_groups"] = max(heads // 2, tp)
-    elif "num_query_groups" in keys:
-        small["num_query_groups"] = heads
+    if "num_query_groups" in keys:
+        are_fewer = (model.num_query_groups or 0) < model.num_attention_heads
+        small["num_query_groups"] = max(heads // 2, tp) if are_fewer else heads
     if "recompute_num_layers" in keys:
         small["recompute_num_layers"] = 1
     if model.multi_latent_attention and "multi_latent_attention" in keys:

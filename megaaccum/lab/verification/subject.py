@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from megaaccum.lab.verification.case import Case, UserModel
 from megaaccum.lab.verification.param_groups import param_groups
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import TorchChunk
-from megaaccum.model.unfit import module_problems
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.upstream import emerging
@@ -23,38 +22,13 @@ DTYPES = names.DTYPES
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 
-class Subject(Protocol):
-    """Model, loss and samples of a case. Micro-batches are numbered over all ranks: number i of data-parallel rank r is
-    i * dp + r."""
-
-    reports: dict[str, str]
-
-    def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
-        """Build this rank's chunks of a layout."""
-
-    def forward_step(self, plan: Plan, groups: Groups) -> Any:
-        """The forward step function that the engine is given."""
-
-    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
-        """Build the whole model in one process."""
-
-    def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        """(sum of the losses of `batch`, its weight) in one process."""
-
-    def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
-        """Make an optimizer over masters of the parameters."""
-
-    def microbatches(self, step: int, count: int) -> list[Any]:
-        """The `count` micro-batches of a step."""
-
-
 def vocab_size_of(case: Case) -> int:
     """The vocabulary of a configured GPT, before padding."""
     return int(case.keys.get("vocab_size") or 61)
 
 
-def subject_of(case: Case) -> Subject:
-    """The configured GPT of a case, or the user's model."""
+def subject_of(case: Case) -> _Gpt | _UserSubject:
+    """Model, loss and samples of a case: the configured GPT, or the user's model, both with the same methods."""
     return _Gpt(case) if case.user_model is None else _UserSubject(case, case.user_model)
 
 
@@ -124,7 +98,8 @@ def _documents(model: Any, batch: dict[str, torch.Tensor]) -> Iterator[dict[str,
 
 
 class _Gpt:
-    """Megatron's GPT of a configuration, its cross entropy, and made-up tokens."""
+    """Megatron's GPT of a configuration, its cross entropy, and made-up tokens. Micro-batches are numbered over all
+    ranks: number i of data-parallel rank r is i * dp + r."""
 
     reports = REPORTS
 
@@ -133,25 +108,26 @@ class _Gpt:
         self.vocab_size = vocab_size_of(case)
 
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
+        """Build this rank's chunks of a layout."""
         chunks = gpt.build_chunks(plan, groups, vocab_size=self.vocab_size)
         for chunk in chunks if self._case.masks == "padded" else ():
             chunk.register_forward_pre_hook(_give_padding_mask, with_kwargs=True)
         return list(chunks)
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
+        """The forward step function that the engine is given."""
         return WithOverflow(GptForwardStep(groups, plan.batch.loss_norm))
 
-    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
-        (chunk,) = self.chunks(plan, groups)
-        return chunk
-
     def loss(self, plan: Plan, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        """(sum of the losses of `batch`, its weight) in one process."""
         return gpt_loss(model, batch, means=plan.batch.loss_norm != "token")
 
     def optimizer(self, named: list[tuple[str, torch.Tensor]], plan: Plan) -> torch.optim.Optimizer:
+        """Make an optimizer over masters of the parameters."""
         return optimizer_of(named, plan)  # type: ignore[no-any-return]
 
     def microbatches(self, step: int, count: int) -> list[Any]:
+        """The `count` micro-batches of a step."""
         made = [self._microbatch(step, index, step * count + index) for index in range(count)]
         if self._case.overflow is not None and self._case.overflow[0] == step:
             made[self._case.overflow[1]]["overflows"] = torch.ones(())
@@ -178,7 +154,7 @@ class _Gpt:
     def _read(self, place: int, rows: int) -> dict[str, torch.Tensor]:
         """Rows of the data, which starts again at its end."""
         assert self._case.samples is not None
-        parts = self._case.samples.parts
+        parts = self._case.samples
         at = torch.arange(place * rows, (place + 1) * rows) % len(parts["tokens"])
         return {name: part[at] for name, part in parts.items()}
 
@@ -213,12 +189,6 @@ class _UserSubject:
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
         stages, rank = plan.layout.num_stages, torch.distributed.get_rank()
         return [self._built(stage, stages, plan) for stage in plan.layout.stages(rank)]
-
-    def whole(self, plan: Plan, groups: Groups) -> torch.nn.Module:
-        model = self._built(0, 1, plan)
-        if problems := module_problems(model):
-            raise ConfigError(problems)
-        return model
 
     def _built(self, stage: int, stages: int, plan: Plan) -> torch.nn.Module:
         model: torch.nn.Module = self._model.build(stage, stages)

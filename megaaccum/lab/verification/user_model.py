@@ -74,7 +74,7 @@ def run(case: Case, steps: int, progress: Progress) -> Verdict:
         verifier = Verifier(steps, progress, observe)
         verdict = verifier.verify(case)
         if not verdict.ok and not verdict.problem:
-            verdict.diagnosis = localise.diagnose(verifier, verdict, progress)
+            verdict.diagnosis = localise.diagnose(verifier, verdict)
         return verdict
 
     return verify() if launched.num_ranks() == 1 else launched.together(case, verify)

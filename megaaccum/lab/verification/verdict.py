@@ -102,12 +102,12 @@ class Verifier:
         references: dict[str, Reference] | None = None,
     ):
         self.steps = steps
-        self._progress, self._observe = progress or (lambda text: None), observe
+        self.progress, self._observe = progress or (lambda text: None), observe
         self._references = {} if references is None else references
 
     def observing(self, observe: Observe) -> Verifier:
         """A verifier with the same references that observes steps in another way."""
-        return Verifier(self.steps, self._progress, observe, self._references)
+        return Verifier(self.steps, self.progress, observe, self._references)
 
     def verify(self, case: Case, lanes: Sequence[Lane] | None = None) -> Verdict:
         """Compare each precision; default: float64 if the layout allows it, FP32, and the configured one. Raises
@@ -127,10 +127,9 @@ class Verifier:
     def _compare(self, verdict: Verdict, references: dict[Lane, Reference], lanes: Sequence[Lane]) -> None:
         for lane in lanes:
             case = verdict.case.in_lane(lane)
-            plan = case.plan()
-            self._progress(f"{case.world_size} ranks, {lane} over {plan.config.sharding.backend}")
+            self.progress(f"{case.world_size} ranks, {lane} over {case.plan().config.sharding.backend}")
             try:
-                ranks = self.observe(case)
+                verdict.comparisons.append(self.compared(case, lane, references))
             except ConfigError as error:
                 verdict.problem = str(error)
                 return
@@ -140,11 +139,15 @@ class Verifier:
                 else:
                     verdict.failure = _short(error)
                 return
-            summands = plan.batch.num_microbatches * plan.layout.dp
-            exact, near = references["fp64"], references[lane]
-            verdict.comparisons.append(compare(lane, ranks, exact, near, summands=summands))
-            if case.device == "gpu":
-                verdict.comparisons[-1].rows += alone(lane, exact, near)
+
+    def compared(self, case: Case, lane: Lane, references: dict[Lane, Reference]) -> Comparison:
+        """Take the steps of a case, which is in the precision `lane`, and compare them. Raises as `observe`."""
+        plan, exact, near = case.plan(), references["fp64"], references[lane]
+        summands = plan.batch.num_microbatches * plan.layout.dp
+        comparison = compare(lane, self.observe(case), exact, near, summands=summands)
+        if case.device == "gpu":
+            comparison.rows += alone(lane, exact, near)
+        return comparison
 
     def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
         """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError if launched ranks refuse it."""
@@ -155,7 +158,7 @@ class Verifier:
         keys = {lane: _key(case, lane, self.steps, keep_parts) for lane in lanes}
         missing = [lane for lane in _ORDER if lane in lanes and keys[lane] not in self._references]
         if missing:
-            self._progress(f"one process in {', '.join(missing)}")
+            self.progress(f"one process in {', '.join(missing)}")
             for lane, reference in zip(missing, self._run_references(case, missing, keep_parts), strict=True):
                 self._references[keys[lane]] = reference
         return {lane: self._references[keys[lane]] for lane in lanes}

@@ -22,7 +22,7 @@ def reference() -> Reference:
     before, after = tensors(0), tensors(1)
     kinds = {GRADIENT: tensors(2), "param": after, "exp_avg": tensors(3), "exp_avg_sq": tensors(4), MODEL: after}
     step = ReferenceStep(2.0, 10.0, 1.5, 0.1, 1.0, False, tensors=kinds, amplification=dict.fromkeys(NAMES, 1.0))
-    return Reference(before, [step], whole=True)
+    return Reference(before, [step])
 
 
 def ranks(of: Reference, dp: int = 2) -> list[Observed]:
