@@ -167,10 +167,12 @@ def model_of(row: Row) -> tuple[ModelConfig, int]:
     keys.setdefault("num_attention_heads", _heads(keys["hidden_size"]))
     if "num_layers" not in keys:
         keys["num_layers"] = _layers_from_parameters(row, keys)
-    return _settled(keys), keys["vocab_size"]
+    return _settled(keys, 1 if row.source == "vtrain-single" else 128), keys["vocab_size"]
 
 
 def _vocabulary(row: Row) -> int:
+    if row.source == "vtrain-single":  # cut without padding, as in VIA-Research/vTrain, src/model/gpt_modeling.py
+        return 50257 // row.whole("tp") * row.whole("tp")
     for prefix, size in VOCABULARIES.items():
         if row.source.startswith(prefix):
             return size
@@ -191,11 +193,11 @@ def _layers_from_parameters(row: Row, keys: dict[str, Any]) -> int:
     return round((row.number("params_b") * 1e9 - keys["vocab_size"] * hidden) / (12 * hidden**2))
 
 
-def _settled(keys: dict[str, Any]) -> ModelConfig:
+def _settled(keys: dict[str, Any], rows: int) -> ModelConfig:
     config = Config()
     for name, value in keys.items():
         setattr(config.model, name, value)
-    config.model.make_vocab_size_divisible_by = 1
+    config.model.make_vocab_size_divisible_by = rows
     derive(config, [])
     return config.model
 

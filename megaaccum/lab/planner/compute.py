@@ -83,7 +83,16 @@ def gemm_seconds(product: Gemm, device: Device, precision: str = "16 bit") -> An
     e = device.efficiency
     flops = 2.0 * product.m * product.n * product.k * product.count
     slowed = (1 + e.half_m / product.m) * (1 + e.half_n / product.n) * (1 + e.half_k / product.k)
+    slowed = slowed * np.where((product.n % 8 > 0) | (product.k % 8 > 0), UNALIGNED, 1.0)
     return flops / device.rate(precision) * slowed
+
+
+UNALIGNED = 2.2
+"""Times that a 16-bit product takes where rows of one of its matrices are no multiple of 16 bytes, which tensor cores
+want (NVIDIA's Matrix Multiplication Background User's Guide): fitted to vTrain's runs, whose vocabulary is 50257."""
+UNALIGNED_HEADS = 16.0
+"""The same for the products of unfused attention, whose inputs are all such: an A100's 312 TFLOP/s of tensor cores over
+19.5 without. BigScience's runs with heads of 225 channels were slower by a quarter than those with 224."""
 
 
 def weight_seconds(products: Iterable[Gemm], device: Device, element: float) -> Any:
@@ -155,9 +164,9 @@ def attention_seconds(model: ModelConfig, at: Layouts, device: Device, *, flash:
     e = device.efficiency
     if flash:
         # Short sequences leave most of a tile to the mask; a ring attends to one rank's keys at a time.
-        flops = flops * (2.5 if backward else 1.0)
-        return flops / 2 * (1 + 512 * at.cp / keys) / (device.peak * e.attention)
+        return flops * (2.5 if backward else 1.0) / 2 * (1 + 512 * at.cp / keys) / (device.peak * e.attention)
     traffic = t * keys * model.num_attention_heads / at.tp * 2 * SCORE_PASSES[backward]
+    flops = flops * (UNALIGNED_HEADS if (model.kv_channels or 0) % 8 else 1.0)
     return flops * (2 if backward else 1) / (device.peak * e.scores) + traffic / (device.hbm_bandwidth * e.memory)
 
 

@@ -36,9 +36,9 @@ EP_LEFT = 0.1
 """Share of overlapped expert-parallel communication that is seen: the first micro-batch's, and SMs that it takes."""
 RING_STEP = 30e-6
 """Seconds to start and correct one step of ring attention."""
-HOST_NORM = 6
-"""A layer takes the longer of what the device and the host need, and a little more where they need about the same: this
-is the order of the norm of both."""
+UNFUSED_KERNELS = 1.27
+"""Kernels of a layer that keeps its scores, over those with Megatron's fused softmax, which takes multiples of four
+heads of a micro-batch (FusedScaleMaskSoftmax.is_kernel_available)."""
 BACKWARD_LIGHT = 1.5
 """Bytes that memory-bound kernels move in the backward pass per byte in the forward pass: they read the saved input
 beside the gradient."""
@@ -101,6 +101,9 @@ class Software:
     """Seconds that a rank takes for its passes, over those under Megatron's own schedules."""
     host: float = 1.0
     """Share of `Efficiency.launch` that the host needs: 0 with CUDA graphs."""
+    host_order: float = 6.0
+    """A layer takes the longer of what the device and the host need, and more where they need about the same: this is
+    the order of the norm of both. It is lower where the host is never far ahead, and the device meets its delays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +219,8 @@ class TimeModel:
         matmul = sum(compute.gemm_seconds(product, device, soft.precision) for product in products)
         element = 2.0 if soft.precision == "16 bit" else 1.0
         weights = compute.weight_seconds(products, device, element)
-        casts = [0.0, 0.0]
-        if soft.precision != "16 bit":
-            casts = [compute.cast_seconds(products, device, backward=backward) for backward in (False, True)]
+        eight = soft.precision != "16 bit"
+        casts = [compute.cast_seconds(products, device, backward=back) if eight else 0.0 for back in (False, True)]
         attention, attention_back = (
             compute.attention_seconds(model, at, device, flash=soft.flash, backward=backward) / soft.attention
             for backward in (False, True)
@@ -227,7 +229,8 @@ class TimeModel:
         moved = compute.permute_seconds(model, at, device, passes=soft.row_passes) if moe else 0.0
         busy = matmul + weights + attention + light + moved
         talk = self._layer_talk(at, busy, moe=moe)
-        kernels = MOE_KERNELS if moe else 1.0
+        unfused = (at.micro_batch_size * model.num_attention_heads / at.tp % 4 > 0) & (not soft.flash)
+        kernels = np.where(unfused, UNFUSED_KERNELS, 1.0) * (MOE_KERNELS if moe else 1.0)
         forward = self._not_below_host(at, busy + casts[0] + talk, kernels)
         backward = attention_back + BACKWARD_LIGHT * light + moved + casts[1] + talk
         written = 2.0 if soft.added_bytes else MAIN_GRAD_BYTES
@@ -247,8 +250,8 @@ class TimeModel:
         other."""
         e, links = self.hardware.device.efficiency, self.hardware.links
         crowded = 1 + e.straggler * np.minimum(1.0, at.tp / links.gpus_per_node) ** 3
-        host = self.software.host * share * e.launch * crowded
-        return (seconds**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM)
+        host, order = self.software.host * share * e.launch * crowded, self.software.host_order
+        return (seconds**order + host**order) ** (1 / order)
 
     def _head(self, at: Layouts) -> Pass:
         """Output matrix and loss of one micro-batch."""
@@ -310,8 +313,7 @@ class TimeModel:
         reduce = comm.gather(here.plain * soft.grad_bytes, group, links)
         reduce = reduce + comm.gather(here.expert * soft.grad_bytes, experts, links)
         wait_forward = np.where(streams, np.maximum(0.0, gather - one.forward), 0.0)
-        hiding = one.input_grad + one.weight_grad
-        wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - hiding), 0.0)
+        wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - one.input_grad - one.weight_grad), 0.0)
         waits = wait_forward + wait_backward
         return Pass(one.forward + wait_forward, one.input_grad + wait_backward, one.weight_grad, one.exposed + waits)
 
@@ -391,10 +393,7 @@ def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
     layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}
     layers["moe" if "moe" in passes else "dense"] += predicted
     layers["head"] = predicted + sum(chunk.head for chunk in chunks)
-    total = NOTHING
-    for kind, times in layers.items():
-        if times:
-            total = total + passes[kind] * times
+    total = sum((passes[kind] * times for kind, times in layers.items() if times), NOTHING)
     return total + Pass(*[np.zeros(count)] * 4)
 
 

@@ -16,7 +16,7 @@ from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.hardware import load_hardware, names
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
 from megaaccum.lab.planner.memory import MemoryModel
-from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
+from megaaccum.lab.planner.time import BIASED_ROW_PASSES, UNFUSED_KERNELS, Software, TimeModel
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load
 from megaaccum.schedule.registry import BUILT_IN, is_v_shaped
@@ -70,6 +70,29 @@ def test_a_product_is_slower_where_a_side_is_short() -> None:
     thin = compute.gemm_seconds(Gemm(8192, 256, 8192), device)
     assert thin > large / 32 * 1.2
     assert compute.gemm_seconds(Gemm(8192, 8192, 8192), device, "fp8") < large
+
+
+def test_a_product_is_slower_whose_rows_are_no_multiple_of_16_bytes() -> None:
+    device = load_hardware("a100_80").device
+    padded, odd = (compute.gemm_seconds(Gemm(4096, rows, 2048), device) for rows in (50264, 50257))
+    assert odd == pytest.approx(compute.UNALIGNED * padded, rel=1e-3)
+    unfused, fused = (heads_of(225, flash=flash) / heads_of(224, flash=flash) for flash in (False, True))
+    assert unfused > 3
+    assert fused == pytest.approx(225 / 224)
+
+
+def heads_of(channels: int, *, flash: bool) -> float:
+    """Seconds of the attention of heads of `channels` channels."""
+    model = plan(1, num_attention_heads=4, hidden_size=4 * channels, kv_channels=channels).config.model
+    at = from_rows([dict(tp=1)])
+    return float(compute.attention_seconds(model, at, load_hardware("a100_80").device, flash=flash)[0])
+
+
+def test_kept_scores_of_an_odd_number_of_heads_take_more_kernels() -> None:
+    """A host-bound layer with tp 8 and 16 heads: two heads of one sequence, but four of two."""
+    model = replace(time_model(num_attention_heads=16, hidden_size=512, seq_length=256), software=Software(flash=False))
+    one, two = (model.passes(from_rows([dict(tp=8, micro_batch_size=size)]))["dense"].forward[0] for size in (1, 2))
+    assert one == pytest.approx(UNFUSED_KERNELS * two, rel=0.02)
 
 
 def time_model(**keys: Any) -> TimeModel:
