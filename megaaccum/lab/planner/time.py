@@ -245,7 +245,7 @@ class TimeModel:
         talks = talk * (2 + (at.recompute == RECOMPUTE.index("full")))
         return self._under_gathers(at, Pass(forward, input_grad + again, weight_grad, talks), moe=moe)
 
-    def _not_below_host(self, at: Layouts, seconds: Any, share: float) -> Any:
+    def _not_below_host(self, at: Layouts, seconds: Any, share: Any) -> Any:
         """A layer is not faster than its kernels are started, which takes longer where a node's ranks wait for each
         other."""
         e, links = self.hardware.device.efficiency, self.hardware.links
