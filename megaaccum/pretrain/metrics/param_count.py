@@ -20,7 +20,7 @@ class ParameterCount(NamedTuple):
     total: int
     """All of them."""
     active: int
-    """Those that one token meets: all, but for the experts that it does not visit."""
+    """The parameters that one token meets: all, but for the experts that it does not visit."""
 
 
 def count_parameters(config: Config, vocab_size: int) -> ParameterCount:
