@@ -40,7 +40,7 @@ def planned(folder: Path, **run) -> types.SimpleNamespace:
         micro_batch_size=2, pp_microbatches=8, grad_accum_steps=1, data_parallel_size=2, pipeline_model_parallel_size=2,
         seq_length=128, flush="merged", loss_norm="token",
     )  # fmt: skip
-    layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, dp=2)
+    layout = types.SimpleNamespace(world_size=4, tp=1, cp=1, pp=2, ep=1, dp=2)
     return types.SimpleNamespace(config=config, batch=batch, ramp=BatchRamp.constant(batch), layout=layout)
 
 
