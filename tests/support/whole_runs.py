@@ -88,7 +88,7 @@ def _command(module: str, argv: tuple[str, ...]) -> None:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
-    ranks._context = lambda hide_gpus: multiprocessing.get_context("fork")
+    ranks.server = lambda hide_gpus: multiprocessing.get_context("fork")
     print("exit code", importlib.import_module(module).main(list(argv)), flush=True)
 
 
@@ -321,7 +321,7 @@ def reads_slowly(argv: list[str]) -> int:
 
     phases.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
     run_log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
-    loader._Reader._sample = slowed(loader._Reader._sample, READ)
+    loader._Reader.sample = slowed(loader._Reader.sample, READ)
     gpt_forward.GptForwardStep.__call__ = slowed(gpt_forward.GptForwardStep.__call__, FORWARD)
     saver.Saver.save = slowed(saver.Saver.save, SAVE)
     return train.main(argv)

@@ -22,7 +22,7 @@ from megaaccum.errors import DataError
 from megaaccum.pretrain.data.indexed import Ids
 from megaaccum.pretrain.data.tokenizer import single_threaded
 
-_CHUNK_CHARACTERS = 1 << 18
+CHUNK_CHARACTERS = 1 << 18
 """Text per task. Fixed, so that the same input makes the same tasks whatever the number of workers."""
 _TASKS_PER_WORKER = 4
 """Tasks that wait per worker: enough to keep it busy, few enough to hold little text in memory."""
@@ -90,7 +90,7 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
     for text in texts:
         chunk.append(text)
         characters += len(text)
-        if characters >= _CHUNK_CHARACTERS:
+        if characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
     if chunk:

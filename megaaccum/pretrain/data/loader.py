@@ -147,7 +147,7 @@ class _Reader:
         self._vocab_size = vocab_size
 
     def read(self) -> Batch:
-        samples = [self._sample(index) for index in range(self._start, self._start + self._size)]
+        samples = [self.sample(index) for index in range(self._start, self._start + self._size)]
         batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
         tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
         assert tokens is not None and labels is not None and mask is not None
@@ -164,7 +164,7 @@ class _Reader:
                 batch = {key: None if each is None else each.pin_memory() for key, each in batch.items()}
         return batch
 
-    def _sample(self, index: int) -> dict[str, Any]:
+    def sample(self, index: int) -> dict[str, Any]:
         if index >= len(self._dataset):
             raise DataError(
                 f"sample {index:,} does not exist: the dataset was built with {len(self._dataset):,}. It is built for "

@@ -105,7 +105,7 @@ def try_ranks(
     """Run `fn` like run_ranks, and return how each rank ended: for tests in which ranks are meant to fail."""
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not at the top level of a module, so ranks cannot import it")
-    call, context = pickle.dumps((fn, args, kwargs)), _context(hide_gpus)
+    call, context = pickle.dumps((fn, args, kwargs)), server(hide_gpus)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, processes.listen() as sock:
         port = sock.getsockname()[1]
         store = processes.serve_store(sock)
@@ -218,9 +218,9 @@ def _have_stacks_written(ranks: list[Rank]) -> None:
 
 
 @cache
-def _context(hide_gpus: bool) -> ForkServerContext:
+def server(hide_gpus: bool) -> ForkServerContext:
     """The start method whose server has imported the libraries. The server ends with this process."""
-    assert not _context.cache_info().currsize, "a process has one server, whose ranks all see the GPUs or none"
+    assert not server.cache_info().currsize, "a process has one server, whose ranks all see the GPUs or none"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     # The server passes over a preload that cannot be imported; this rank, its first, would raise.

@@ -79,7 +79,7 @@ def test_megatron_reads_what_was_built(tmp_path, text, tokenizer_file):
 
 
 def test_the_number_of_workers_changes_no_byte(tmp_path, text, tokenizer_file, monkeypatch):
-    monkeypatch.setattr(encode, "_CHUNK_CHARACTERS", 2000)  # many tasks, so that workers finish out of order
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 2000)  # many tasks, so that workers finish out of order
     for workers in (1, 2, 3):
         build(tmp_path / f"by{workers}", text, tokenizer=tokenizer_file, append_eod=True, workers=workers)
     assert contents(tmp_path / "by1") == contents(tmp_path / "by2") == contents(tmp_path / "by3")
@@ -244,7 +244,7 @@ class Slow(build.Source):
             time.sleep(0.01)
 
 build.Source = Slow
-build.encode_all.__globals__["_CHUNK_CHARACTERS"] = 100
+build.encode_all.__globals__["CHUNK_CHARACTERS"] = 100
 sys.exit(build.main(sys.argv[1:]))
 """
 
