@@ -100,8 +100,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add("--write", metavar="F", help="write the winner's configuration as YAML")
     add("--calibrate", metavar="F", help="write the hardware's entry, corrected by what was measured")
     args, source = read_source(argv).parse(parser)
-    if not (args.time_limit > 0 and args.band > 1):  # nan is neither
-        parser.error("--time-limit is above 0, and --band above 1")
+    if not (0 < args.time_limit < 1e9 and 1 < args.band < 1e9):  # nan is neither
+        parser.error("--time-limit is above 0, and --band above 1, and neither is infinite")
     return args, source
 
 

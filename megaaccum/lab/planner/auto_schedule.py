@@ -65,7 +65,7 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
             fitting.append(Priced(settled, seconds(settled, layers)))
     if not fitting:
         raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *problems])
-    ranking = sorted(fitting, key=lambda each: each.seconds)
+    ranking = sorted(fitting, key=lambda each: float(f"{each.seconds:.9g}"))  # rounding decides nothing
     best = ranking[0].plan
     return sync_mode.with_note(best, _reason(ranking, needs, megatrons_choice(plan)))
 

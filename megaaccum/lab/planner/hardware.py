@@ -62,7 +62,7 @@ def load_hardware(
         near = get_close_matches(wanted, entries, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
         raise ConfigError(
-            f"--gpu {name} is not in the hardware table; {hint} {', '.join(entries)}."
+            f"{name} is not in the hardware table; {hint} {', '.join(entries)}."
             " `megaaccum calibrate` measures a machine and writes an entry for --hardware."
         )
     entry = slowed(wanted, slower[0], source=slower[1], file=file) if slower else _merged(wanted, entries)

@@ -32,8 +32,8 @@ def parse_axes(text: str) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
-        if not equals or name not in AXES or not value:
-            raise ConfigError(f"{part!r} must read axis=value, with an axis of {', '.join(AXES)}.")
+        if not equals or name not in AXES or name in wanted or not value:
+            raise ConfigError(f"{part!r} must read axis=value, with an axis of {', '.join(AXES)}, each once.")
         if name in legal:
             if value not in legal[name]:
                 raise ConfigError(f"{part!r}: {name} must be one of {', '.join(legal[name])}.")

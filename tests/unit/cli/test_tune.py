@@ -33,6 +33,14 @@ def test_a_number_below_1_is_refused(option: str, monkeypatch, capsys) -> None:
     assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--time-limit", "inf"), ("--time-limit", "0"), ("--band", "inf"), ("--band", "1")])
+def test_a_limit_that_is_none_is_refused(words: tuple[str, str], monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune", str(CONFIG), *words])
+    assert "--time-limit is above 0, and --band above 1, and neither is infinite" in capsys.readouterr().err
+
+
 def test_data_that_no_layout_could_read_ends_it_before_the_first(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
     argv = ["tune", str(CONFIG), "--gpus", "4", "--output", str(tmp_path / "tune"), "--tokenizer_model", "nowhere.json"]

@@ -411,6 +411,8 @@ def test_layers_without_costs_are_not_planned() -> None:
 def test_axes_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{text}'"):
         parse_axes(text)
+    with pytest.raises(ConfigError, match=r"'tp=4' must read axis=value, .*, each once"):
+        parse_axes("tp=2,tp=4")
     assert parse_axes("tp=4, recompute=full") == {"tp": 4, "recompute": "full"}
     names = dict(recompute="full", schedule="1f1b", sync="streaming")
     assert set(parse_axes(",".join(f"{a}={names.get(a, 1)}" for a in AXES))) == set(AXES)
