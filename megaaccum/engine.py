@@ -33,7 +33,6 @@ from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
-from megaaccum.sharding import experts
 from megaaccum.step import chunk_config, evaluation
 from megaaccum.step.loss import ForwardStepFunc, Reports
 from megaaccum.step.result import StepResult
@@ -89,11 +88,7 @@ def initialize(
     built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
     with built.current():
-        raise_on_all_ranks(chunk_config.prepare, plan, built, chunks)
-        raise_on_all_ranks(chunk_config.check_tied_copies, built, chunks)
-        if plan.layout.pp > 1:
-            raise_on_all_ranks(chunk_config.check_stages, built, chunks)
-        experts.check_same_on_ranks(built, chunks)
+        chunk_config.prepare_together(plan, built, chunks)
         by_pattern.freeze(plan, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
 

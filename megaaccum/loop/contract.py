@@ -38,7 +38,6 @@ from megaaccum.model import names
 from megaaccum.optim import by_pattern
 from megaaccum.optim.chosen import OptimizerFactory, optimizer_of
 from megaaccum.platform import cpu
-from megaaccum.sharding import experts
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
 
@@ -387,8 +386,8 @@ def wrap(
 
     Args:
         chunks: this rank's Megatron chunks in the order of the schedule, bare or in a Float16Module. Their hooks have
-            to be None. `config.calculate_per_token_loss` has to match their loss functions (without a `config`, the
-            plan's `loss_norm` holds). The weights of the first data-parallel rank are broadcast.
+            to be None. `config.calculate_per_token_loss` has to match their loss functions (without one the plan's
+            `loss_norm` holds). The weights of the first data-parallel rank are broadcast.
         groups: Megatron's ProcessGroupCollection of the layout; None: those of `parallel_state`.
         plan: layout, sharding, treatment of bad steps, `clip_grad`. A step of the loop may have another number of
             micro-batches than the plan's.
@@ -404,11 +403,10 @@ def wrap(
     start_together(plan)
     built = groups_of(plan, groups)
     bare: list[torch.nn.Module] = unwrap_model(list(chunks))
-    config: Any = getattr(bare[0], "config", None)
-    per_token = plan.batch.loss_norm == "token" if config is None else config.calculate_per_token_loss
+    config = getattr(bare[0], "config", None)
+    per_token = getattr(config, "calculate_per_token_loss", plan.batch.loss_norm == "token")
     raise_on_all_ranks(_check, plan, bare)
-    raise_on_all_ranks(chunk_config.prepare, plan, built, bare)
-    experts.check_same_on_ranks(built, bare)
+    chunk_config.prepare_together(plan, built, bare)
     by_pattern.freeze(plan, bare)
     _broadcast(built, bare)
     inner = optimizer_of(plan, bare, optimizer)

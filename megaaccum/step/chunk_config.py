@@ -12,7 +12,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megaaccum.config import Plan
 from megaaccum.config.rules.model import unfit_for_fusion
-from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, listed
 from megaaccum.model import names
@@ -23,6 +23,16 @@ from megaaccum.sharding import DRIVEN, experts
 
 HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func", "finalize_model_grads_func")
 """Megatron's hooks, which the sharding backend fills."""
+
+
+def prepare_together(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+    """`prepare` on every rank, and compare what ranks have built. Collective over the world; raises ConfigError on
+    every rank."""
+    raise_on_all_ranks(prepare, plan, groups, chunks)
+    raise_on_all_ranks(check_tied_copies, groups, chunks)
+    if plan.layout.pp > 1:
+        raise_on_all_ranks(check_stages, groups, chunks)
+    experts.check_same_on_ranks(groups, chunks)
 
 
 def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:

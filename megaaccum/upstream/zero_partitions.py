@@ -110,5 +110,5 @@ def release(params: list[torch.nn.Parameter]) -> None:
     for param in params:
         if param.is_cuda:
             param.data.record_stream(torch.cuda.current_stream())  # it may have been gathered on another
-        param.data = param.data.new_empty(0)
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
         partitioned(param).ds_status = ZeroParamStatus.NOT_AVAILABLE

@@ -157,6 +157,19 @@ def another_engines() -> str:
     return said(lambda: initialize(plan, torch.nn.Sequential(module), **keys))
 
 
+def in_a_loop(change):
+    """Wrap a chunk for Megatron's loop."""
+    import torch
+
+    from megaaccum import Plan
+    from megaaccum.distributed import groups
+    from megaaccum.loop import wrap
+
+    groups.destroy()
+    plan = Plan.of(**KEYS, world_size=2)
+    return wrap([change(torch.distributed.get_rank())], None, plan, optimizer=torch.optim.AdamW)
+
+
 def with_momentum(params):
     import torch
 
@@ -188,10 +201,14 @@ def wrong_models() -> dict[str, str]:
         "an optimizer": said(lambda: engine(optimizer=with_momentum([torch.nn.Parameter(torch.ones(1))]))),
         "no plan": said(lambda: initialize("ds.json", chunk_of(0))),
         "half a tied pair": said(lambda: engine(half_frozen)),
+        "half a tied pair in a loop": said(lambda: in_a_loop(half_frozen)),
+        "names in a loop": said(lambda: in_a_loop(of_no_stage)),
         "groups": other_groups(),
     }
 
 
+TIED = "the first stage trains its copy of the tied embedding and the last does not"
+SAME_NAMES = "several stages have a parameter weight.bias, weight.weight: give each chunk a name_in_model such as"
 MODELS = {
     "again": "the model, or a part of it, is another engine's already",
     "megatron": "backend megatron shards the two moments of Adam, or Lion's, not the state of this SGD",
@@ -199,14 +216,16 @@ MODELS = {
     "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
     "wrapped": "the model (DistributedDataParallel) reduces gradients or cuts parameters already: give the module",
     "list": "scales.0 lie beside modules that have parameters too, or in a list",
-    "names": "several stages have a parameter weight.bias, weight.weight: give each chunk a name_in_model such as",
+    "names": SAME_NAMES,
+    "names in a loop": SAME_NAMES,
     "dtypes": "stages of the pipeline send float32 and bfloat16: build their parameters in one dtype",
     "other stage": "is stage 0 of 2, but it was built with pre_process=False: it is a chunk of another stage",
     "two chunks": "the model is 2 chunks on this rank, but schedule 1f1b has 1",
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
     "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, but the plan's is 2",
-    "half a tied pair": "the first stage trains its copy of the tied embedding and the last does not",
+    "half a tied pair": TIED,
+    "half a tied pair in a loop": TIED,
     "no optimizer": "the plan has no lr: give initialize an optimizer",
     "an optimizer": "optimizer is the class SGD, or a function of a list of parameters",
     "no plan": "a plan is made by Plan.of(...) or Plan.load(FILE), but a str was given",

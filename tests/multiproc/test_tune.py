@@ -60,7 +60,7 @@ def test_a_layout_on_hosts_is_one_launch(tmp_path: Path) -> None:
     ssh.write_text("#!/bin/sh\necho 127.0.0.1\n")
     ssh.chmod(0o755)
     good, output = tune(
-        tmp_path, "--top", "1", "--fix", "tp=1,pp=1,mbs=2,sync=resident,recompute=none", hosts=str(tmp_path / "hosts")
+        tmp_path, "--top", "1", "--fix", "pp=1,mbs=2,sync=resident,recompute=none", hosts=str(tmp_path / "hosts")
     )
     assert good, output
     (outcome,) = json.loads((tmp_path / "tune" / "results.json").read_text())["outcomes"].values()

@@ -69,7 +69,7 @@ def groups_of(plan: Plan) -> dict[str, dict]:
         params,
         0.1,
         decoupled=adamw._decoupled(plan),
-        hidden=adamw._hidden(plan),
+        hidden=adamw.hidden_rates(plan.config),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
     )
     schedule = lr_schedule.build(SimpleNamespace(param_groups=groups), plan.config, plan.ramp)
@@ -100,7 +100,7 @@ def rates_by_width() -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     )  # fmt: skip
     overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-3, min_lr=0.0, adam_eps=1e-8), 2.0)
     named = list(names.named_parameters([chunk_of(plan)]))
-    groups = lr_schedule.param_groups(named, 0.1, hidden=adamw._hidden(plan))
+    groups = lr_schedule.param_groups(named, 0.1, hidden=adamw.hidden_rates(plan.config))
     lr_schedule.build(SimpleNamespace(param_groups=groups), plan.config, plan.ramp).step(0)
     found = {}
     for group in groups:
