@@ -64,7 +64,7 @@ def find(argv: Sequence[str]) -> tuple[str, list[str]]:
     begun = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
     near = begun or get_close_matches(argv[0], COMMANDS, n=1)
     hint = f"did you mean `megaaccum {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
-    raise MegaaccumError(f"there is no command {' '.join(argv[: 1 + len(begun)])!r}; {hint}")
+    raise MegaaccumError(f"there is no command {' '.join(argv[: 2 if begun else 1])!r}; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "check",
-        __doc__ or "",
+        __doc__,
         "megaaccum check CONFIG [--hostfile F | --world-size N] [--json] [--key value ...]\n"
         "       megaaccum check --record [...] -- bash train.sh ARGUMENTS",
     )

@@ -52,7 +52,7 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> l
     groups = lr_schedule.param_groups(
         named,
         plan.config.optimizer.weight_decay,
-        decoupled=_decoupled(plan),
+        decoupled=decoupled_rates(plan.config),
         hidden=hidden_rates(plan.config),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
         matrices=matrices,
@@ -67,9 +67,9 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> l
     return groups
 
 
-def _decoupled(plan: Plan) -> dict[str, float] | None:
+def decoupled_rates(config: Config) -> dict[str, float] | None:
     """The schedule's ends for embedding and head, where they have a learning rate of their own."""
-    keys = plan.config.optimizer
+    keys = config.optimizer
     if keys.decoupled_lr is None:
         return None
     return {

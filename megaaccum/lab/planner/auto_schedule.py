@@ -65,9 +65,8 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
             fitting.append(Priced(settled, seconds(settled, layers)))
     if not fitting:
         raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *problems])
-    ranking = sorted(fitting, key=lambda each: float(f"{each.seconds:.9g}"))  # rounding decides nothing
-    best = ranking[0].plan
-    return sync_mode.with_note(best, _reason(ranking, needs, megatrons_choice(plan)))
+    ranking = sorted(fitting, key=lambda each: round(each.seconds, 9))  # the last digits decide nothing
+    return sync_mode.with_note(ranking[0].plan, _reason(ranking, needs, megatrons_choice(plan)))
 
 
 def is_open(plan: Plan) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from megaaccum.distributed.agreement import gathered
 from megaaccum.platform import cpu
 from megaaccum.pretrain.metrics.step_record import by_phase
 from megaaccum.units import amount
@@ -39,7 +38,7 @@ Finding = tuple[str, str]
 """Kind (`alarm`, `straggler`) and text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """A rank's steps since the last report. least_data, data, least_compute, compute: minimum and median seconds of a
     step spent waiting for micro-batches (nan on ranks that receive theirs from another) and in forwards. step: median
@@ -101,7 +100,7 @@ class Ranks:
         self._num_steps += 1
         if self._num_steps != 2 and self._num_steps % self._interval:
             return []
-        reports, self._window = gathered(self._report()), _Window()
+        reports, self._window = _gathered(self._report()), _Window()
         late = self.stragglers(reports) if self._num_steps >= self._interval else {}
         found = late | self.alarms(reports)
         new = [("straggler" if key in late else "alarm", text) for key, text in found.items() if key not in self._named]
@@ -228,3 +227,11 @@ def _moved(traffic: Traffic, *, with_experts: bool) -> tuple[float, float]:
         if lane.split("/")[1] in groups and count.num_bytes > SMALL * count.calls
     ]
     return sum(each.num_bytes for each in large), float(sum(each.calls for each in large))
+
+
+def _gathered(mine: RankReport) -> list[RankReport]:
+    """Every rank's report, in rank order: one all-gather of numbers."""
+    numbers = torch.tensor(astuple(mine), dtype=torch.float64, device=cpu.device())
+    everyone = numbers.new_empty(torch.distributed.get_world_size(), len(numbers))
+    torch.distributed.all_gather_into_tensor(everyone.view(-1), numbers)
+    return [RankReport(*row) for row in everyone.tolist()]

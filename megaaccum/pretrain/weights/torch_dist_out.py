@@ -20,7 +20,7 @@ from megaaccum.checkpoint.folders import Progress, read_progress, step_of
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.model import names
-from megaaccum.optim.adamw import hidden_rates
+from megaaccum.optim.adamw import decoupled_rates, hidden_rates
 from megaaccum.optim.by_pattern import factors
 from megaaccum.pretrain.weights import safetensors_folder
 from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, Place, places_of
@@ -64,25 +64,22 @@ def _training(config: Config, progress: Progress) -> dict[str, Any]:
     lr_mult and wd_mult, and with those of use_mup; schedule, and the arguments that it compares or continues from.
     Experts that are spread have an optimizer of their own there."""
     keys, model = config.optimizer, config.model
-    ends = [(False, keys.lr, keys.min_lr, keys.adam_eps)]
-    if keys.decoupled_lr is not None:
-        least = keys.min_lr if keys.decoupled_min_lr is None else keys.decoupled_min_lr
-        ends.append((True, keys.decoupled_lr, least, keys.adam_eps))
-    if (hidden := hidden_rates(config)) is not None:
-        ends.append((False, hidden["max_lr"], hidden["min_lr"], hidden["eps"]))
+    plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "eps": keys.adam_eps, "bias_correction": True}
+    plain |= {"max_lr": keys.lr, "min_lr": keys.min_lr}
+    plain |= {"lr_mult": 1.0, "step": progress.num_updates, "amsgrad": False, "maximize": False}
+    rates = [(True, decoupled_rates(config)), (False, hidden_rates(config))]
+    ends = [(False, plain), *((is_decoupled, plain | each) for is_decoupled, each in rates if each is not None)]
     by_lr, by_wd = ({1.0, *factors(key, getattr(keys, key)).values()} for key in ("lr_mult", "wd_mult"))
     kinds = [*product(ends, by_lr, (1.0, 0.0), by_wd)]
-    plain: dict[str, Any] = {"betas": (keys.adam_beta1, keys.adam_beta2), "bias_correction": True}
-    plain |= {"lr_mult": 1.0, "step": progress.num_updates, "amsgrad": False, "maximize": False}
 
     def optimizer(is_expert: bool) -> dict[str, Any]:
         groups = [
-            dict(
-                plain, lr=most * factor, max_lr=most * factor, min_lr=least * factor, wd_mult=decays * share,
-                weight_decay=keys.weight_decay * decays * share, is_decoupled_lr=is_decoupled, eps=eps,
-                is_expert_parallel=is_expert, default_config=most * factor == keys.lr and not is_decoupled,
+            end | dict(
+                lr=end["max_lr"] * factor, max_lr=end["max_lr"] * factor, min_lr=end["min_lr"] * factor,
+                wd_mult=decays * share, weight_decay=keys.weight_decay * decays * share, is_decoupled_lr=is_decoupled,
+                is_expert_parallel=is_expert, default_config=end["max_lr"] * factor == keys.lr and not is_decoupled,
             )
-            for (is_decoupled, most, least, eps), factor, decays, share in kinds
+            for (is_decoupled, end), factor, decays, share in kinds
         ]  # fmt: skip
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _FORM}
 

@@ -68,7 +68,7 @@ def groups_of(plan: Plan) -> dict[str, dict]:
     groups = lr_schedule.param_groups(
         params,
         0.1,
-        decoupled=adamw._decoupled(plan),
+        decoupled=adamw.decoupled_rates(plan.config),
         hidden=adamw.hidden_rates(plan.config),
         decay_qk_norms=plan.config.optimizer.apply_wd_to_qk_layernorm,
     )
