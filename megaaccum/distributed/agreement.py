@@ -189,6 +189,4 @@ def _disagreement(name: str, values: list[int], details: Callable[[], Mapping[st
 
 
 def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {listed(ranks, most=MOST_SHOWN)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks, most=MOST_SHOWN)}"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -30,8 +29,7 @@ GradSync = Callable[..., Any] | list[Callable[..., Any]] | None
 """Megatron takes one function, one per chunk, or none."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradShard:
+class GradShard(NamedTuple):
     """This rank's part of one parameter's reduced gradient, after `finish_reduction`.
 
     name: the parameter's name in the whole model. grad: flat view, in the precision that the optimizer reads; writing
@@ -46,8 +44,7 @@ class GradShard:
     replica: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StatePiece:
+class StatePiece(NamedTuple):
     """This rank's part of one parameter's training state.
 
     name: in the whole model. start: offset in the flattened parameter (its part on this tp rank), in elements.

@@ -70,7 +70,8 @@ class DeepSpeedBackend(AccumulatingBackend):
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)
         self._reducing = False
-        self._hooks: list[pytorch.OnGradient] = []
+        self._splits = plan.layout.splits_backward
+        self._hooks: list[Any] = []
         fused = bool(getattr(getattr(chunks[0], "config", None), "gradient_accumulation_fusion", False))
         if fused:
             self.sums = SumsOfKernels(self.driver.params)
@@ -203,7 +204,11 @@ class DeepSpeedBackend(AccumulatingBackend):
                     self._hooks.pop().remove()
 
     def _listen(self) -> None:
-        self._hooks = [pytorch.OnGradient(param, self._on_gradient) for param in self.driver.params]
+        """Without a W, a last backward that gives a parameter no gradient ends it, too: a hook on its sum will do."""
+        if self._hears_each or self._splits:
+            self._hooks = [pytorch.OnGradient(param, self._on_gradient) for param in self.driver.params]
+        else:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._in_order.came) for p in self.driver.params]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._in_order.counts_uses:

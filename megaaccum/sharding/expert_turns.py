@@ -80,8 +80,10 @@ class ExpertTurns:
                 " be in one backward"
             )
         if id(param) not in self._experts and (id(param) in self._place or not self._in_pieces):
-            self.finish_before(param)
-            self.finish(param)
+            if self._experts:
+                self.finish_before(param)
+            self._done.add(id(param))
+            self._complete(param)
 
     def finish(self, param: torch.nn.Parameter) -> None:
         """Complete a parameter, unless it is."""

@@ -145,10 +145,8 @@ def are_iterators(data: Sequence[Any]) -> bool:
 
 def shapes_of(data: Sequence[Any]) -> list[tuple[int, int]]:
     """(sequences, tokens per sequence) of each micro-batch, where it says so: dicts with `tokens` (or `input_ids`)."""
-    found = []
-    for each in data:
-        tokens = (each.get("tokens", each.get("input_ids"))) if isinstance(each, Mapping) else None
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-            return []
-        found.append((tokens.shape[0], tokens.shape[1]))
-    return found
+    tokens: list[Any] = [
+        each.get("tokens", each.get("input_ids")) if isinstance(each, Mapping) else None for each in data
+    ]
+    says_so = all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in tokens)
+    return [(each.shape[0], each.shape[1]) for each in tokens] if says_so else []

@@ -187,6 +187,10 @@ class Zero3(ZeroDriver):
         self.optimizer._partition_all_parameters = self.release_all  # DeepSpeed walks over all modules three times
         stage3.reduce_scatter_coalesced = reduce_scatter
         self._own = {id(param): _own_part(param) for param in self.params}
+        accumulators = getattr(self.optimizer, _ACCUMULATORS)
+        self._accumulators: dict[int, torch.Tensor] = {
+            id(param): accumulators[partitioned(param).ds_id] for param in self.params
+        }
         self._coming = start_gather([])
 
     @property
@@ -201,10 +205,8 @@ class Zero3(ZeroDriver):
 
     def apart(self) -> list[torch.nn.Parameter]:
         """Parameters that are not whole on this rank, those on their way included."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
         every = (*self.params, *self._frozen)
-        return [param for param in every if partitioned(param).ds_status != ZeroParamStatus.AVAILABLE]
+        return [param for param in every if partitioned(param).ds_status.name != "AVAILABLE"]
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""
@@ -223,9 +225,7 @@ class Zero3(ZeroDriver):
     @staticmethod
     def is_whole(param: torch.nn.Parameter) -> bool:
         """Whether the parameter is gathered, or about to be."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        return bool(partitioned(param).ds_status != ZeroParamStatus.NOT_AVAILABLE)
+        return bool(partitioned(param).ds_status.name != "NOT_AVAILABLE")
 
     def release(self, params: list[torch.nn.Parameter]) -> None:
         """Free `params`; this rank's partitions stay."""
@@ -273,20 +273,22 @@ class Zero3(ZeroDriver):
     def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """Shards with their padding. They lie where DeepSpeed's `_get_fp32_grad_state_partition` finds them; that would
         wait for the reduction stream in each call, which the epilogue has done."""
+        read = self._read_on_host if self._offloads else self.accumulator
         for param in self.params:
-            if self._offloads:
-                group, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
-                grad = self.masters[group].grad
-                assert grad is not None, "the epilogue has made it"
-                shard = grad.narrow(0, position, count)
-            else:
-                shard = self.accumulator(param)
-            yield param, shard.view(-1), self._own[id(param)][0]
+            yield param, read(param), self._own[id(param)][0]
+
+    def _read_on_host(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The gradient that an optimizer in host memory reads, flat and padded."""
+        group, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+        grad = self.masters[group].grad
+        assert grad is not None, "the epilogue has made it"
+        shard: torch.Tensor = grad.narrow(0, position, count)
+        return shard.view(-1)
 
     def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in
         host memory it reads another one, which exists after `give_partitions`.)"""
-        return cast("torch.Tensor", getattr(self.optimizer, _ACCUMULATORS)[partitioned(param).ds_id])
+        return self._accumulators[id(param)]
 
     def add_gradient(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Add `grad` to `param.grad`, also while the parameter is released: its data has no elements then (DeepSpeed

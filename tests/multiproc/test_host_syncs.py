@@ -4,6 +4,7 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support import host_syncs
@@ -64,15 +65,16 @@ def test_stages_between_the_first_and_the_last_put_no_tokens_on_their_device():
 def gradients_heard(case: Case) -> tuple[int, set[int]]:
     """(parameters that were heard of beyond those of this rank, how often autograd called for one) in a step after the
     first, in which a CPU counts the uses of each."""
-    from megaaccum.upstream.pytorch import OnGradient
-
     heard: Counter[int] = Counter()
 
-    def added(self, param, added=OnGradient._added) -> None:
-        heard[id(param)] += 1
-        added(self, param)
+    def register(param, hook, register=torch.Tensor.register_post_accumulate_grad_hook):
+        def called(param) -> None:
+            heard[id(param)] += 1
+            hook(param)
 
-    with patch.object(OnGradient, "_added", added):
+        return register(param, called)
+
+    with patch.object(torch.Tensor, "register_post_accumulate_grad_hook", register):
         rig = Rig.of(case)
         rig.train(step=1)
         heard.clear()
