@@ -271,6 +271,8 @@ def software_of(row: Row) -> Software:
         fused_dispatch=has_fused_dispatch(row),
         row_passes=row_passes(row),
         imbalance=NATURAL if row.text("routing") == "natural" else 1.0,
+        # vTrain's src/predictor.py: "Last rank worker dosen't perform recomputation".
+        last_recomputes=source != "vtrain-multi",
         pace=PIPELINE_ENGINE if source.startswith(("bigscience", "mtnlg")) else 1.0,
         host=host_share(row),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.model.sizes import padded_rows
 from megaaccum.optim.owners import Cost
-from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 
 OPTIMIZER_BYTES = 30.0
 """Bytes that Adam reads and writes per parameter of a shard: gradient, master weight, two moments, the 16-bit copy."""
@@ -95,6 +94,8 @@ class Software:
     row_passes: float = 6.0
     """Times that a routed row is read or written between router and experts, and as often on its way back: to sort,
     to sort again after the exchange, and to pad experts' rows for 8 bit (10 with that; 2 where the exchange sorts)."""
+    last_recomputes: bool = True
+    """The last of several stages recomputes as the others do. In 1F1B it holds one micro-batch either way."""
     barrier: bool = True
     """A step waits for the slowest rank of the one before."""
     pace: float = 1.0
@@ -126,9 +127,6 @@ class Pass:
 
     def __mul__(self, times: float) -> Pass:
         return Pass(*(getattr(self, f.name) * times for f in fields(Pass)))
-
-
-NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +171,17 @@ class TimeModel:
 
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
-        passes = {kind: one * self.software.pace for kind, one in self.passes(at).items()}
-        kinds = list(rank_kinds(self.stages(pp, vpp), pp=pp, schedule=name).values())
-        slowest = _slowest([rank_pass(passes, chunks, len(at)) for chunks in kinds])
-        pattern, further = expert_layers(self.model), self.model.mtp_num_layers or 0
-        whole = Stage(len(pattern) - sum(pattern), sum(pattern), head=True, prediction=further)
-        mean = rank_pass(passes, [whole], len(at)) * (1 / pp)  # a rank's: what the pipeline fills and drains with
+        passes, stages = self.passes(at), self.stages(pp, vpp)
+        alike = pp == 1 or self.software.last_recomputes
+        at_end = passes if alike else self.passes(replace(at, recompute=np.full(len(at), RECOMPUTE.index("none"))))
+
+        def work_of(chunks: list[Stage]) -> Pass:
+            before, end = [c for c in chunks if not c.head], [c for c in chunks if c.head]
+            return (rank_pass(passes, before, len(at)) + rank_pass(at_end, end, len(at))) * self.software.pace
+
+        kinds = list(rank_kinds(stages, pp=pp, schedule=name).values())
+        slowest = _slowest([work_of(chunks) for chunks in kinds])
+        mean = work_of(stages) * (1 / pp)  # a rank's: what the pipeline fills and drains with
         m, e = at.num_microbatches, self.hardware.device.efficiency
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
@@ -357,8 +360,7 @@ class TimeModel:
 
     def _optimizer_seconds(self, at: Layouts, kinds: list[list[Stage]]) -> Any:
         params, experts = self._most_parameters(at, kinds)
-        sharded = at.zero_stage > 0
-        mine = np.where(sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        mine = np.where(at.zero_stage > 0, params / (at.dp * at.cp) + experts / at.edp, params + experts)
         if self.software.offloaded:
             crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
             return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)
@@ -393,8 +395,7 @@ def rank_pass(passes: dict[str, Pass], chunks: list[Stage], count: int) -> Pass:
     layers = {"dense": sum(chunk.dense for chunk in chunks), "moe": sum(chunk.moe for chunk in chunks)}
     layers["moe" if "moe" in passes else "dense"] += predicted
     layers["head"] = predicted + sum(chunk.head for chunk in chunks)
-    total = sum((passes[kind] * times for kind, times in layers.items() if times), NOTHING)
-    return total + Pass(*[np.zeros(count)] * 4)
+    return sum((passes[kind] * times for kind, times in layers.items() if times), Pass(*[np.zeros(count)] * 4))
 
 
 def _slowest(kinds: list[Pass]) -> Pass:

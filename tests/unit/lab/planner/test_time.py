@@ -127,6 +127,22 @@ def test_full_recompute_costs_about_a_forward() -> None:
     assert 1.2 < ratio < 1.4
 
 
+def test_a_last_stage_that_recomputes_nothing_is_not_the_slowest() -> None:
+    every = replace(time_model(), vocab_size=8000)
+    keeps = replace(every, software=Software(last_recomputes=False))
+    full = dict(recompute=RECOMPUTE.index("full"))
+    at = from_rows([PIPELINE | full])
+    layer = every.passes(at)["dense"].whole[0]
+    kept, head = (every.passes(from_rows([PIPELINE]))[kind].whole[0] for kind in ("dense", "head"))
+    assert 0 < head < 2 * (layer - kept)
+    one, other = (model.step(at).by_part for model in (every, keeps))
+    assert one["compute"][0] == pytest.approx(16 * (2 * layer + head))
+    assert other["compute"][0] == pytest.approx(16 * 2 * layer)
+    assert one["bubble"][0] - other["bubble"][0] == pytest.approx(3 / 4 * 2 * (layer - kept))
+    alone = from_rows([BASE | full])
+    assert keeps.step(alone).total == every.step(alone).total
+
+
 def test_a_bubble_is_as_long_as_the_formula_says() -> None:
     time = time_model(untie_embeddings_and_output_weights=True).step(from_rows([PIPELINE | dict(pp_microbatches=64)]))
     assert time.bubble[0] == pytest.approx(3 / 67, abs=0.02)
