@@ -24,12 +24,12 @@ MAX_PRICED = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedCut:
-    """A cut and what it comes to. excess: by how much the fullest rank is over the limit; 0 where it fits."""
+    """A cut and what it comes to. excess: by how much each rank is over the limit, most first; empty if it fits."""
 
     cut: Cut
     seconds: float
     peaks: tuple[float, ...]
-    excess: float
+    excess: tuple[float, ...]
 
 
 def tune_cut(profile: Profile, schedule: Schedule, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
@@ -44,7 +44,7 @@ def tune_cut(profile: Profile, schedule: Schedule, *, limit: float | None = None
     search = _Search(joined, schedule, limit, p2p)
     even = even_cut(joined, schedule.num_stages)
     best = min((search.descend(start) for start in dict.fromkeys((even, search.level(even)))), key=_rank)
-    if best.excess > 0:
+    if best.excess:
         needs = ", ".join(f"rank {rank} needs {peak:.6g}" for rank, peak in enumerate(best.peaks))
         raise ScheduleError(
             f"no cut into {schedule.num_stages} stages fits the memory limit {limit:.6g}: of {MAX_PRICED - search.left}"
@@ -57,12 +57,12 @@ def tune_cut(profile: Profile, schedule: Schedule, *, limit: float | None = None
 def price(profile: Profile, cut: Cut, schedule: Schedule, *, limit: float | None = None, p2p: float = 0.0) -> PricedCut:
     """The price of `cut` under `schedule`."""
     peaks = profile.memory(cut, chunks=schedule.chunks).peaks(schedule)
-    excess = 0.0 if limit is None else max(0.0, max(peaks) - limit)
+    excess = sorted((peak - limit for peak in peaks if limit is not None and peak > limit), reverse=True)
     seconds = simulate(schedule, profile.costs(cut, p2p=p2p)).makespan
-    return PricedCut(cut=cut, seconds=seconds, peaks=peaks, excess=excess)
+    return PricedCut(cut=cut, seconds=seconds, peaks=peaks, excess=tuple(excess))
 
 
-def _rank(priced: PricedCut) -> tuple[float, float]:
+def _rank(priced: PricedCut) -> tuple[tuple[float, ...], float]:
     return priced.excess, priced.seconds
 
 
@@ -92,19 +92,20 @@ class _Search:
             cut = then
 
     def descend(self, cut: Cut) -> PricedCut:
-        """To a local optimum, with half of what is left of the budget at most."""
-        best, seen, end = self.price(cut), {cut}, self.left // 2
-        improved = True
-        while improved and self.left > end:
-            improved = False
+        """To a local optimum, and while that does not fit on from the next best, with half of what is left of the
+        budget at most."""
+        best, end = self.price(cut), self.left // 2
+        seen, ahead = {cut}, [best]
+        while ahead and ((here := min(ahead, key=_rank)) is best or best.excess):
+            ahead.remove(here)
             # The most promising first; where the rank that works most has more to do than now, seldom any good.
-            for then in sorted(_neighbours(best.cut), key=self.work):
-                if then in seen or self.left <= end:
-                    continue
+            for then in sorted((each for each in _neighbours(here.cut) if each not in seen), key=self.work):
+                if self.left <= end:
+                    return best
                 seen.add(then)
-                priced = self.price(then)
-                if _rank(priced) < _rank(best):
-                    best, improved = priced, True
+                ahead.append(self.price(then))
+                if _rank(ahead[-1]) < _rank(here):
+                    best = min(best, ahead[-1], key=_rank)
                     break
         return best
 

@@ -253,6 +253,22 @@ def test_a_cut_keeps_the_memory_of_every_rank():
         tune_cut(PROFILE, schedule, limit=40)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "heavy", "light", "limit", "cut"),
+    [("XTTXX", (3, 5), (2, 1), 14, (1, 1, 3)), ("TXTXXXX", (3, 4), (2, 1), 15, (1, 2, 4)),
+     ("TTTTXXX", (2, 3), (1, 1), 14, (1, 2, 4))],
+)  # fmt: skip
+def test_the_least_memory_of_all_cuts_is_found(pattern, heavy, light, limit, cut):
+    """Steps on the way hold no less on the fullest rank, or more."""
+    each = dict(forward=1, input_grad=1, weight_grad=1, deferred=0)
+    kinds = {k: LayerCost(activation=a, state=s, **each) for k, (a, s) in {"T": heavy, "X": light}.items()}
+    profile, schedule = Profile(pattern=pattern, kinds=kinds), build("1f1b", pp=3, num_microbatches=6)
+    tuned = tune_cut(profile, schedule, limit=limit)
+    assert (tuned.cut, max(tuned.peaks)) == (cut, limit)
+    with pytest.raises(ScheduleError, match="fits the memory limit"):
+        tune_cut(profile, schedule, limit=limit - 1)
+
+
 def test_bad_input(tmp_path):
     with pytest.raises(ScheduleError, match="layers of kind X, for which kinds has no costs"):
         Profile(pattern="ETXL", kinds=PROFILE.kinds)
