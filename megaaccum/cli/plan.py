@@ -141,5 +141,4 @@ def _print_table(
     Console(width=None if sys.stdout.isatty() else width).print(make(ranked, args.top, searched))
     print("GiB of the most loaded rank; * parameters stream; --wide shows every axis.")
     print("--explain ROW writes the arithmetic out; --write F --row N a configuration.")
-    fp32 = "; products in FP32 are priced as in 16 bit, too fast" * (work.sharding.params_dtype == "fp32")
-    print(printable(f"Figures of {hardware.name}: {hardware.source}{fp32}"))
+    print(printable(f"Figures of {hardware.name}: {hardware.source}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,15 +55,21 @@ class Device:
     """FLOP/s, dense, 16 bit."""
     peak_fp8: float
     peak_fp4: float
+    peak_fp32: float
+    """FP32 without TF32, which torch allows only if it is asked."""
     hbm_bandwidth: float
     """Bytes per second."""
     efficiency: Efficiency
 
     def rate(self, precision: str) -> float:
-        """FLOP/s of large products in '16 bit', 'fp8' or 'fp4'."""
+        """FLOP/s of large products in '16 bit', 'fp8', 'fp4' or 'fp32'."""
         e = self.efficiency
-        rates = {"16 bit": e.gemm * self.peak, "fp8": e.gemm_fp8 * self.peak_fp8, "fp4": e.gemm_fp4 * self.peak_fp4}
-        return rates[precision]
+        rates = {"fp8": e.gemm_fp8 * self.peak_fp8, "fp4": e.gemm_fp4 * self.peak_fp4}
+        return rates.get(precision) or e.gemm * self.at(precision).peak
+
+    def at(self, precision: str) -> Device:
+        """The device for layers in `precision`: in FP32 its `peak` is that of FP32."""
+        return replace(self, peak=min(self.peak, self.peak_fp32)) if precision == "fp32" else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class Hardware:
 
 
 _KEYS = frozenset(
-    "like hbm_gib peak_tflops peak_fp8_tflops peak_fp4_tflops hbm_tb_per_s gpus_per_node node_gb_per_s node_latency_us "
-    "net_gb_per_s net_latency_us runtime_gib fragmentation efficiency source".split()
+    "like hbm_gib peak_tflops peak_fp32_tflops peak_fp8_tflops peak_fp4_tflops hbm_tb_per_s gpus_per_node "
+    "node_gb_per_s node_latency_us net_gb_per_s net_latency_us runtime_gib fragmentation efficiency source".split()
 )
 
 
@@ -152,10 +152,9 @@ def _merged(name: str, entries: dict[str, dict[str, Any]], above: tuple[str, ...
 
 
 def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:
-    if missing := sorted(_KEYS - entry.keys() - {"like"}):
+    if missing := sorted(_KEYS - entry.keys() - {"like", "peak_fp32_tflops"}):
         raise ConfigError(f"hardware entry {name} lacks {', '.join(missing)}.")
-    known = {field.name for field in fields(Efficiency)}
-    if unknown := sorted(map(str, entry["efficiency"].keys() - known)):
+    if unknown := sorted(map(str, entry["efficiency"].keys() - {field.name for field in fields(Efficiency)})):
         raise ConfigError(f"efficiency of hardware entry {name} has unknown keys {', '.join(unknown)}.")
     for key, value in {**entry, **entry["efficiency"]}.items():
         least = "at least 0" if key in _MAY_BE_ZERO else "above 0"
@@ -163,7 +162,7 @@ def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardwa
         if key not in ("like", "source", "efficiency") and not number:
             raise ConfigError(f"hardware entry {name}: {key} is {value!r}, and has to be {least}.")
     efficiency = Efficiency(**{key: float(value) for key, value in entry["efficiency"].items()})
-    peaks = {key: entry[f"{key}_tflops"] * 1e12 for key in ("peak", "peak_fp8", "peak_fp4")}
+    peaks = {key: entry.get(f"{key}_tflops", inf) * 1e12 for key in ("peak", "peak_fp8", "peak_fp4", "peak_fp32")}
     return Hardware(
         name=name,
         hbm_bytes=entry["hbm_gib"] * GIB,

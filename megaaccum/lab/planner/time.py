@@ -55,7 +55,7 @@ class Software:
     """A framework's habits, as far as it decides the time. The defaults are megaaccum's own."""
 
     precision: str = "16 bit"
-    """Precision of matrix products: '16 bit', 'fp8' or 'fp4'."""
+    """Precision of matrix products: '16 bit', 'fp8', 'fp4' or 'fp32'. Bytes of activations are those of 16 bit."""
     flash: bool = True
     """Fused attention."""
     attention: float = 1.0
@@ -166,8 +166,7 @@ class TimeModel:
             for name, seconds in here.items():
                 parts[name][rows] = seconds
             exposed[rows], bubble[rows] = one_exposed, one_bubble
-        total = np.sum(list(parts.values()), axis=0)
-        return StepTime(total, parts, exposed, bubble)
+        return StepTime(np.sum(list(parts.values()), axis=0), parts, exposed, bubble)
 
     def _pipeline(self, at: Layouts, name: str, pp: int, vpp: int) -> tuple[dict[str, Any], Any, Any]:
         """(seconds by part, exposed communication, bubble share) of layouts with the same pipeline."""
@@ -211,7 +210,7 @@ class TimeModel:
 
     def _layer(self, at: Layouts, *, moe: bool) -> Pass:
         """One transformer layer, one micro-batch."""
-        model, device, soft = self.model, self.hardware.device, self.software
+        model, device, soft = self.model, self.hardware.device.at(self.software.precision), self.software
         products = [*compute.attention_products(model, at)]
         width: Any = model.ffn_hidden_size or 0
         if moe:
@@ -220,9 +219,8 @@ class TimeModel:
         else:
             products += compute.mlp_products(model, at, width)
         matmul = sum(compute.gemm_seconds(product, device, soft.precision) for product in products)
-        element = 2.0 if soft.precision == "16 bit" else 1.0
-        weights = compute.weight_seconds(products, device, element)
-        eight = soft.precision != "16 bit"
+        eight = soft.precision in ("fp8", "fp4")
+        weights = compute.weight_seconds(products, device, 1.0 if eight else 2.0)
         casts = [compute.cast_seconds(products, device, backward=back) if eight else 0.0 for back in (False, True)]
         attention, attention_back = (
             compute.attention_seconds(model, at, device, flash=soft.flash, backward=backward) / soft.attention
@@ -258,7 +256,7 @@ class TimeModel:
 
     def _head(self, at: Layouts) -> Pass:
         """Output matrix and loss of one micro-batch."""
-        model, device = self.model, self.hardware.device
+        model, device = self.model, self.hardware.device.at(self.software.precision)
         t, rows = tokens_of(model, at), padded_rows(model, self.vocab_size, at.tp)
         matrix = Gemm(t, rows / at.tp, model.hidden_size)
         product = compute.gemm_seconds(matrix, device)
@@ -298,7 +296,8 @@ class TimeModel:
         size = tokens_of(model, at) * np.maximum(heads / at.tp, 1) * width * 2.0
         group = Group.strided(at.cp, at.tp, links)
         hop = comm.latency(group, links) + size / comm.bandwidth(group, links)
-        busy = compute.attention_seconds(model, at, self.hardware.device, flash=self.software.flash) / at.cp
+        device = self.hardware.device.at(self.software.precision)
+        busy = compute.attention_seconds(model, at, device, flash=self.software.flash) / at.cp
         return np.where(at.cp > 1, (at.cp - 1) * (RING_STEP + np.maximum(0.0, hop - busy)), 0.0)
 
     def _under_gathers(self, at: Layouts, one: Pass, *, moe: bool) -> Pass:

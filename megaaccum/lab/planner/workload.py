@@ -91,18 +91,18 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
-        keys = self.config.optimizer
-        fused = self.model.gradient_accumulation_fusion or self.sharding.params_dtype not in ("bf16", "fp16")
+        half = self.sharding.params_dtype in ("bf16", "fp16")
+        fused = self.model.gradient_accumulation_fusion or not half
         flex = self.model.moe_token_dispatcher_type == "flex"
         return TimeModel(
             model=self.model,
             vocab_size=self.vocab_size,
             hardware=self.hardware,
             stages=memory.stages,
-            matrix_flops=_matrix_flops(keys),
+            matrix_flops=_matrix_flops(self.config.optimizer),
             software=Software(
                 flash=self.layers().fused_attention,
-                precision="fp8" if self.in_fp8 else "16 bit",
+                precision="fp8" if self.in_fp8 else "16 bit" if half else "fp32",
                 grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
                 added_bytes=0.0 if fused else ADDED_BYTES,
                 param_bytes=BYTES[self.sharding.params_dtype or "fp32"],

@@ -270,12 +270,6 @@ def test_a_number_below_1_is_refused_by_its_option(option: str, value: str, caps
     assert f"argument {option}: invalid count value: '{value}'" in capsys.readouterr().err
 
 
-def test_fp32_that_is_priced_as_16_bit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    told = "products in FP32 are priced as in 16 bit"
-    assert told not in run(capsys, *PLAN, "--top", "1")[1]
-    assert told in run(capsys, *PLAN, "--top", "1", "--bf16", "false")[1].replace("\n", " ")
-
-
 def test_a_schedule_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "schedule must be one of none, 1f1b" in run(capsys, *PLAN, "--schedule", "pipedream")[2]
 

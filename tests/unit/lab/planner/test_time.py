@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import batched
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,30 @@ def test_a_product_is_slower_whose_rows_are_no_multiple_of_16_bytes() -> None:
     unfused, fused = (heads_of(225, flash=flash) / heads_of(224, flash=flash) for flash in (False, True))
     assert unfused > 3
     assert fused == pytest.approx(225 / 224)
+
+
+def test_fp32_has_a_peak_of_its_own_without_tf32(tmp_path: Path) -> None:
+    device = load_hardware("a100_80").device
+    assert device.rate("16 bit") / device.rate("fp32") == pytest.approx(312 / 19.5)
+    half = replace(time_model(), hardware=load_hardware("a100_80"))
+    whole, at = replace(half, software=Software(precision="fp32")), from_rows([BASE])
+    (short, head), (long, long_head) = ([each.passes(at)[k] for k in ("dense", "head")] for each in (half, whole))
+    assert long.weight_grad[0] > 14 * short.weight_grad[0] and long_head.weight_grad[0] > 14 * head.weight_grad[0]
+    assert long.forward[0] > 10 * short.forward[0]
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine: {like: a100_80, peak_tflops: 2}")  # measured, in FP32 on a CPU
+    slow = load_hardware("mine", file=file).device
+    assert slow.rate("fp32") == slow.rate("16 bit")
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"), [("--bf16 true", "16 bit"), ("--bf16 false", "fp32"), ("--params_dtype fp64", "fp32")]
+)
+def test_the_precision_of_products_is_that_of_parameters(keys: str, precision: str) -> None:
+    model = "--num_layers 4 --hidden_size 512 --num_attention_heads 8 --seq_length 512 --vocab_size 1000"
+    config = load(None, [*model.split(), "--global_batch_size", "8", *keys.split()])
+    work = make_workload(config, world_size=1, hardware=load_hardware("h100"))
+    assert work.time_model(work.memory_model()).software.precision == precision
 
 
 def heads_of(channels: int, *, flash: bool) -> float:
