@@ -38,6 +38,13 @@ of eight B200s differ from the fitted ones by the number of micro-batches alone.
 sources named in `benchmarks/published.py` and `benchmarks/cards.py`, and are not in this repository.
 """
 
+MEMORY = """\
+No term explains the rest of BigScience's rows, which are nvidia-smi's in whole GB: one model at dp 1, 2 and 4 (005,
+006, 024) took 14, 17 and 11 GB beside its states, and at dp 4 a second sequence per micro-batch took 8 GB, the third to
+eighth 5.5 GB each (024, 025, 027). Of Megatron-Bridge's fine-tuning rows, the one that recomputes norms too took 0.8 GB
+more (001, 008), and tp 8 as much beside its states as tp 4 (001, 003). All these are fitted rows.
+"""
+
 OTHERS = (
     (
         "arXiv 2205.05198, table 5, step time",
@@ -114,7 +121,7 @@ def page(results: dict[str, Sequence[Compared]]) -> str:
         lines += [title, "", "| source | fitted | error | bias | unseen | error | bias | worst row | its reason |",
                   "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
         lines += [_line(name, rows) for name, rows in sorted(sources.items()) if name.endswith(kind)]
-        lines.append("")
+        lines += ["", MEMORY] if kind == "memory" else [""]
     lines += ["## Beside other programs", "", "| rows | all | unseen | published |", "| --- | --- | --- | --- |"]
     for title, source, program, told in OTHERS:
         rows = sources.get(source) or sources.get(f"{source} time")
