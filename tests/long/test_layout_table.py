@@ -24,7 +24,7 @@ from tests.multiproc.test_layouts import (
     STEPS,
     TP2,
     TWELVE,
-    one_process,
+    alone,
     row,
 )
 from tests.support.layouts import Outcome, outcomes_by_case
@@ -89,12 +89,13 @@ THREE = [
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
-    return outcomes_by_case([(4, ROWS), (4, OWN_ROWS), (3, THREE)], STEPS)
+    one_process = [alone(model) for model in dict.fromkeys(case.model for case in ROWS + OWN_ROWS + THREE)]
+    return outcomes_by_case([(4, ROWS), (4, OWN_ROWS), (3, THREE), (1, one_process)], STEPS)
 
 
 @pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)
 def test_every_layout_is_one_process_to_the_bit(case, measured):
-    assert measured[case] == one_process(case.model)
+    assert measured[case] == measured[alone(case.model)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

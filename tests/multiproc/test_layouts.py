@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -35,8 +34,10 @@ EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
 """A model that computes by two blocks of columns and two of each sequence."""
-EIGHT = "--num_layers 2 --global_batch_size 8 "
-"""Blocks take four times as long: where no rank has several chunks, two layers and eight leaves and more in a tree."""
+TWO = "--num_layers 2 "
+"""Where no rank has several chunks: one layer before the other."""
+EIGHT = TWO + "--global_batch_size 8 "
+"""Blocks take four times as long: eight leaves and more in a tree."""
 SHARED = "--moe_shared_expert_intermediate_size 64 --moe_router_load_balancing_type seq_aux_loss "
 COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 ROWS = [  # tests/long/test_layout_table.py has more
@@ -53,22 +54,22 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 ", HALF),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", HALF),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
-    row(4, "--pp_microbatches 4 ", RMS),
-    row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS),
+    row(4, "--pp_microbatches 4 ", RMS + TWO),
+    row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS + TWO),
     row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 --recompute_granularity full ", MTP),
     row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + BF16),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --zero_stage 1 " + EP2, EXPERTS),
-    row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16),
+    row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16 + TWO),
     row(4, "--pp_microbatches 4 --backend fsdp2 " + TP2, CUT + EIGHT),
-    row(4, PP + "--schedule zbv --pp_microbatches 8 ", CUT),
-    row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + "--global_batch_size 8 "),
+    row(4, PP + "--schedule zbv --pp_microbatches 4 ", CUT + "--global_batch_size 8 "),
+    row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + EIGHT),
     row(4, "--pp_microbatches 4 --zero_stage 1 " + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 8 --recompute_granularity full " + TP2 + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 4 " + TP2 + EP2, CUT + EXPERTS + EIGHT),
     row(4, "--pp_microbatches 4 --zero_stage 2 " + CP2 + EP4, CUT + EXPERTS + BF16 + EIGHT),
 ]
 OWN_ROWS = [
-    row(4, "--pp_microbatches 4 ", OWN),
+    row(4, "--pp_microbatches 4 ", OWN + TWO),
     row(4, "--pp_microbatches 4 --sync streaming ", OWN + BF16),
     row(4, "--pp_microbatches 4 --zero_stage 2 ", OWN + BF16),
     row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16),
@@ -79,11 +80,11 @@ OWN_ROWS = [
 """A model of one's own with biases, RMSNorm, a weight that nothing reads and one that some micro-batches read."""
 THREE = [
     row(3, "--pp_microbatches 4 ", TWELVE),
-    row(3, "--pp_microbatches 4 ", TWELVE + HALF),
-    row(3, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", TWELVE + BF16),
-    row(3, "--pp_microbatches 4 --backend megatron ", TWELVE + BF16),
-    row(3, "--pp_microbatches 4 --backend ddp ", TWELVE + BF16),
-    row(3, "--pp_microbatches 4 ", TWELVE + EXPERTS),
+    row(3, "--pp_microbatches 4 ", TWELVE + HALF + TWO),
+    row(3, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", TWELVE + BF16 + TWO),
+    row(3, "--pp_microbatches 4 --backend megatron ", TWELVE + BF16 + TWO),
+    row(3, "--pp_microbatches 4 --backend ddp ", TWELVE + BF16 + TWO),
+    row(3, "--pp_microbatches 4 ", TWELVE + EXPERTS + TWO),
 ]
 """The runs of three ranks are no subtrees."""
 
@@ -295,58 +296,75 @@ def masks_of_the_rank() -> Iterator[None]:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, mistake=None, steps: int = STEPS) -> Outcome:
-    with contextmanager(mistake)() if mistake else nullcontext():
-        (seen,) = outcomes([case], steps)
-        return seen
+MISTAKES = [
+    (ranks_one_by_one, ROWS[0], "gradient"),
+    (ranks_one_by_one, THREE[0], "gradient"),
+    (averages, row(3, "--pp_microbatches 4 --backend ddp ", TWELVE), "gradient"),
+    (rounded_once, row(4, "--pp_microbatches 4 ", HALF), "gradient"),
+    (as_they_come, ROWS[0], "gradient"),
+    (turns, ROWS[0], "gradient"),
+    (fused_kernel, ROWS[0], "state"),
+    (norm_of_shards, ROWS[0], "norms"),
+    (one_weight_for_two_uses, row(1, "--pp_microbatches 16 "), "gradient"),
+    (linear_of_deepspeed, row(4, "--pp_microbatches 4 ", OWN + BF16), "gradient"),
+    (rounded_on_arrival, row(4, "--pp_microbatches 4 ", RMS + TWO), "gradient"),
+    (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
+    (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
+    (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
+    (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
+    (blocks_for_sources, row(2, "--pp_microbatches 4 " + EP2, CUT + EXPERTS + EIGHT), "gradient"),
+    (weights_over_columns, row(1, "--pp_microbatches 8 ", CUT + EXPERTS + EIGHT), "gradient"),
+    (balanced_by_block, row(2, "--pp_microbatches 4 ", CUT + EXPERTS + EIGHT), "gradient"),
+    (columns_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
+    (sequences_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
+    (masks_of_the_rank, row(2, "--pp_microbatches 8 " + TP2, CUT + EIGHT), "losses"),
+]
+"""Each with a case, and what of its outcome is another."""
+LATE = [*ROWS[:2], THREE[0]]
+"""Sums of the rank's own, one or several, and those of all ranks' micro-batches."""
+LOOSE = [row(1, "--pp_microbatches 16 ", mode=""), row(4, "--pp_microbatches 4 ", mode="--deterministic ")]
+Cell = tuple[Callable[[], Iterator[None]], Case]
 
 
-@cache
-def one_process(model: str) -> Outcome:
-    """The outcome of one process with the same micro-batches."""
+def run(cells: list[Cell]) -> list[Outcome]:
+    found = []
+    for change, case in cells:
+        with contextmanager(change)():
+            found += outcomes([case], STEPS)
+    return found
+
+
+def alone(model: str) -> Case:
+    """One process with the same micro-batches."""
     count = Case(1, SAME, model).plan().batch.global_batch_size
-    return run_ranks(run, 1, row(1, f"--pp_microbatches {count} ", model.removeprefix(MODEL)))[0]
+    return row(1, f"--pp_microbatches {count} ", model.removeprefix(MODEL))
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Outcome]:
-    return outcomes_by_case([(4, ROWS), (4, OWN_ROWS), (3, THREE)], STEPS)
+    models = dict.fromkeys(case.model for case in (*ROWS, *OWN_ROWS, *THREE, *(case for _, case, _ in MISTAKES)))
+    one_process = [alone(model) for model in models]
+    return outcomes_by_case([(4, ROWS + LOOSE[1:]), (4, OWN_ROWS), (3, THREE), (1, one_process + LOOSE[:1])], STEPS)
+
+
+@pytest.fixture(scope="module")
+def changed() -> dict[Cell, Outcome]:
+    """Outcomes with a mistake, then of ranks that come late, in which a mistake that was left behind would be seen."""
+    cells, found = [*((mistake, case) for mistake, case, _ in MISTAKES), *((late, case) for case in LATE)], {}
+    for size in (4, 3, 2, 1):
+        mine = [(change, case) for change, case in cells if case.world_size == size]
+        found |= zip(mine, run_ranks(run, size, mine, timeout=60 + 10 * len(mine))[0], strict=True)
+    return found
 
 
 @pytest.mark.parametrize("case", ROWS + OWN_ROWS + THREE, ids=str)
 def test_every_layout_is_one_process_to_the_bit(case, measured):
-    assert measured[case] == one_process(case.model)
+    assert measured[case] == measured[alone(case.model)]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "case", "what"),
-    [
-        (ranks_one_by_one, ROWS[0], "gradient"),
-        (ranks_one_by_one, THREE[0], "gradient"),
-        (averages, row(3, "--pp_microbatches 4 --backend ddp ", TWELVE), "gradient"),
-        (rounded_once, row(4, "--pp_microbatches 4 ", HALF), "gradient"),
-        (as_they_come, ROWS[0], "gradient"),
-        (turns, ROWS[0], "gradient"),
-        (fused_kernel, ROWS[0], "state"),
-        (norm_of_shards, ROWS[0], "norms"),
-        (one_weight_for_two_uses, row(1, "--pp_microbatches 16 "), "gradient"),
-        (linear_of_deepspeed, row(4, "--pp_microbatches 4 ", OWN + BF16), "gradient"),
-        (rounded_on_arrival, row(4, "--pp_microbatches 4 ", RMS), "gradient"),
-        (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
-        (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
-        (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
-        (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
-        (blocks_for_sources, row(2, "--pp_microbatches 4 " + EP2, CUT + EXPERTS + EIGHT), "gradient"),
-        (weights_over_columns, row(1, "--pp_microbatches 8 ", CUT + EXPERTS + EIGHT), "gradient"),
-        (balanced_by_block, row(2, "--pp_microbatches 4 ", CUT + EXPERTS + EIGHT), "gradient"),
-        (columns_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
-        (sequences_at_once, row(1, "--pp_microbatches 8 ", CUT + EIGHT), "gradient"),
-        (masks_of_the_rank, row(2, "--pp_microbatches 8 " + TP2, CUT + EIGHT), "losses"),
-    ],
-)
-def test_a_mistake_is_seen(mistake, case, what):
-    seen = run_ranks(run, case.world_size, case, mistake)[0]
-    assert getattr(seen, what) != getattr(one_process(case.model), what)
+@pytest.mark.parametrize(("mistake", "case", "what"), MISTAKES)
+def test_a_mistake_is_seen(mistake, case, what, changed, measured):
+    assert getattr(changed[mistake, case], what) != getattr(measured[alone(case.model)], what)
 
 
 def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
@@ -364,20 +382,18 @@ def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
     )
 
 
-def test_six_ranks_in_two_stages_are_one_process_to_the_bit():
+def test_six_ranks_in_two_stages_are_one_process_to_the_bit(measured):
     case = row(6, PP + "--schedule zbv --pp_microbatches 4 ", TWELVE)
-    assert run_ranks(run, 6, case)[0] == one_process(case.model)
+    assert run_ranks(outcomes, 6, [case], STEPS)[0] == [measured[alone(case.model)]]
 
 
-def test_ranks_that_come_late_change_no_bit():
-    """With sums of the rank's own, one or several, and with those of all ranks' micro-batches."""
-    for case in (*ROWS[:2], THREE[0]):
-        assert run_ranks(run, case.world_size, case, late)[0] == one_process(case.model)
+@pytest.mark.parametrize("case", LATE, ids=str)
+def test_ranks_that_come_late_change_no_bit(case, changed, measured):
+    assert changed[late, case] == measured[alone(case.model)]
 
 
-def test_without_it_every_layout_has_bits_of_its_own():
-    loose = [row(1, "--pp_microbatches 16 ", mode=""), row(4, "--pp_microbatches 4 ", mode="--deterministic ")]
-    one, four = (run_ranks(run, case.world_size, case)[0] for case in loose)
+def test_without_it_every_layout_has_bits_of_its_own(measured):
+    one, four = (measured[case] for case in LOOSE)
     assert one.gradient != four.gradient and one.state != four.state
     assert one.losses == pytest.approx(four.losses, rel=1e-5)
 
