@@ -246,7 +246,7 @@ def line(row: Row, first: Row) -> str:
 
 
 def train(flags: str, steps: int, own: bool = False, middle: str | None = None) -> tuple[float, float, str]:
-    """(last loss, last norm, digest of weights and moments) of a run, of own_model if asked; the same on every rank.
+    """(last loss, last norm, digest of weights and moments) of a run, of own_model if asked, on rank 0.
     middle: a folder that gets the checkpoint of the middle, or has one to begin with."""
     import torch
 
@@ -289,7 +289,7 @@ def train(flags: str, steps: int, own: bool = False, middle: str | None = None) 
 
 
 def state_of(backend: Any) -> dict[str, Any]:
-    """{parameter/kind: flat tensor} of the whole model's weights and moments, on every rank."""
+    """{parameter/kind: flat tensor} of the whole model's weights and moments, on rank 0; empty on the others."""
     pieces: dict[str, list] = {}
     for piece in backend.state():
         for kind, tensor in piece.tensors.items():
@@ -316,14 +316,16 @@ def cuts_of(backend: Any) -> Cuts:
 
 def gathered(mine: dict[str, list], cuts: Cuts) -> dict[str, Any]:
     """{name: flat tensor of the whole parameter} of all ranks' pieces [(start, values)] of parameters, or of
-    parameter/kind. Raises AssertionError where two ranks hold different values of an element."""
+    parameter/kind, on rank 0; empty on the others. Raises AssertionError where two ranks hold different values of an
+    element."""
     import torch
     from megatron.core import parallel_state
 
-    sent: list = [None] * torch.distributed.get_world_size()
+    is_first = torch.distributed.get_rank() == 0
+    sent: list = [None] * torch.distributed.get_world_size() if is_first else []
     # As bytes: torch unpickles each tensor on its own, a quarter of the time of a small layout.
     content = tensors.dumps((mine, cuts, parallel_state.get_tensor_model_parallel_rank()))
-    torch.distributed.all_gather_object(sent, content)
+    torch.distributed.gather_object(content, sent if is_first else None)
     everyone = list(map(pickle.loads, sent))
     whole: dict[str, torch.Tensor] = {}
     for name in sorted({name for pieces, *_ in everyone for name in pieces}):

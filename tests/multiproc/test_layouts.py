@@ -35,9 +35,10 @@ TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
 """A model that computes by two blocks of columns and two of each sequence."""
 TWO = "--num_layers 2 "
-"""Where no rank has several chunks: one layer before the other."""
-EIGHT = TWO + "--global_batch_size 8 "
-"""Blocks take four times as long: eight leaves and more in a tree."""
+"""Layers of a model of which no rank has several chunks: one before the other."""
+LEAVES = "--global_batch_size 8 "
+"""Blocks take four times as long, experts and prediction layers twice: eight leaves and more in a tree."""
+EIGHT = TWO + LEAVES
 SHARED = "--moe_shared_expert_intermediate_size 64 --moe_router_load_balancing_type seq_aux_loss "
 COLUMNS = "--reproducible_tensor_blocks 2 --make_vocab_size_divisible_by 32 --swiglu --ffn_hidden_size 64 "
 ROWS = [  # tests/long/test_layout_table.py has more
@@ -53,15 +54,15 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, PP + "--schedule v-half --pp_microbatches 8 --zero_stage 1 ", BF16),
     row(4, "--pp_microbatches 4 ", HALF),
     row(4, PP + "--schedule zbv --pp_microbatches 8 --sync streaming ", HALF),
-    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --sync streaming ", EXPERTS),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 4 --sync streaming ", EXPERTS + LEAVES),
     row(4, "--pp_microbatches 4 ", RMS + TWO),
     row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS + TWO),
-    row(4, PP + "--schedule dualpipev --pp_microbatches 8 --zero_stage 1 --recompute_granularity full ", MTP),
-    row(4, PP + "--pp_microbatches 8 --backend megatron ", MTP + BF16),
-    row(4, PP + "--schedule zbv --pp_microbatches 8 --zero_stage 1 " + EP2, EXPERTS),
+    row(4, PP + "--schedule dualpipev --pp_microbatches 4 --zero_stage 1 --recompute_granularity full ", MTP + LEAVES),
+    row(4, PP + "--pp_microbatches 4 --backend megatron ", MTP + BF16 + LEAVES),
+    row(4, PP + "--schedule zbv --pp_microbatches 4 --zero_stage 1 " + EP2, EXPERTS + LEAVES),
     row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16 + TWO),
     row(4, "--pp_microbatches 4 --backend fsdp2 " + TP2, CUT + EIGHT),
-    row(4, PP + "--schedule zbv --pp_microbatches 4 ", CUT + "--global_batch_size 8 "),
+    row(4, PP + "--schedule zbv --pp_microbatches 4 ", CUT + LEAVES),
     row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + EIGHT),
     row(4, "--pp_microbatches 4 --zero_stage 1 " + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 8 --recompute_granularity full " + TP2 + CP2, CUT + BF16 + EIGHT),
@@ -308,10 +309,10 @@ MISTAKES = [
     (one_weight_for_two_uses, row(1, "--pp_microbatches 16 "), "gradient"),
     (linear_of_deepspeed, row(4, "--pp_microbatches 4 ", OWN + BF16), "gradient"),
     (rounded_on_arrival, row(4, "--pp_microbatches 4 ", RMS + TWO), "gradient"),
-    (embedding_read_twice, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
-    (hidden_states_in_three_terms, row(1, "--pp_microbatches 16 --backend ddp ", MTP), "gradient"),
+    (embedding_read_twice, row(1, "--pp_microbatches 8 --backend ddp ", MTP + LEAVES), "gradient"),
+    (hidden_states_in_three_terms, row(1, "--pp_microbatches 8 --backend ddp ", MTP + LEAVES), "gradient"),
     (unfinished_sums_are_dropped, row(4, "--pp_microbatches 4 --backend fsdp2 ", OWN + BF16), "gradient"),
-    (experts_at_once, row(2, "--pp_microbatches 8 " + EP2, EXPERTS), "gradient"),
+    (experts_at_once, row(2, "--pp_microbatches 4 " + EP2, EXPERTS + LEAVES), "gradient"),
     (blocks_for_sources, row(2, "--pp_microbatches 4 " + EP2, CUT + EXPERTS + EIGHT), "gradient"),
     (weights_over_columns, row(1, "--pp_microbatches 8 ", CUT + EXPERTS + EIGHT), "gradient"),
     (balanced_by_block, row(2, "--pp_microbatches 4 ", CUT + EXPERTS + EIGHT), "gradient"),
@@ -349,7 +350,7 @@ def measured() -> dict[Case, Outcome]:
 
 @pytest.fixture(scope="module")
 def changed() -> dict[Cell, Outcome]:
-    """Outcomes with a mistake, then of ranks that come late, in which a mistake that was left behind would be seen."""
+    """Outcomes with a mistake, then of ranks that come late, in which a mistake that stayed would be seen."""
     cells, found = [*((mistake, case) for mistake, case, _ in MISTAKES), *((late, case) for case in LATE)], {}
     for size in (4, 3, 2, 1):
         mine = [(change, case) for change, case in cells if case.world_size == size]

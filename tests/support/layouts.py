@@ -31,7 +31,7 @@ class Outcome:
 
 
 def outcome(case: Case, steps: int) -> Outcome:
-    """The outcome of `steps` steps of `case`, with the weights after the last; the same on every rank."""
+    """On rank 0: the outcome of `steps` steps of `case`, with the weights after the last. Collective."""
     rig = own_rig(case) if OWN in case.model else Rig.of(case)
     size = rig.plan.batch.global_batch_size
     results = [rig.train(step, first=step * size) for step in range(1, steps)]
