@@ -165,12 +165,15 @@ class Rig:
     def of(cls, case: Case) -> Self:
         """Collective."""
         from megaaccum import sharding
-        from megaaccum.distributed import groups
+        from megaaccum.distributed import groups, preload
         from megaaccum.optim import adamw
         from megaaccum.pretrain.model import gpt
         from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.train_step import TrainStep
 
+        # Hooks in C++ keep the models of ZeRO-3, DDP and Megatron's DDP. DeepSpeed collects garbage at each start, and
+        # need not visit those of all cases before.
+        preload.freeze_objects()
         plan = case.plan()
         groups.destroy()
         built = groups.build(plan.layout, timeout_minutes=1)
