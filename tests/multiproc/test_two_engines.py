@@ -4,6 +4,7 @@ does between its calls."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +13,9 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import problems
 from tests.support.parity import VOCAB, Case, Gradient, Rig
 
-PIPELINE = Case(4, "--pipeline_model_parallel_size 2 --pp_microbatches 8 ")
+PIPELINE = Case(4, "--pipeline_model_parallel_size 2 --pp_microbatches 8 ", "--num_layers 4 ")
 REWARD = Case(4, "--pp_microbatches 8 --backend fsdp2 ", "--num_layers 2 ")
-TENSOR = Case(4, "--tensor_model_parallel_size 2 --pp_microbatches 8 --sync streaming ")
+TENSOR = Case(4, "--tensor_model_parallel_size 2 --pp_microbatches 8 --sync streaming ", "--num_layers 2 ")
 V = Case(4, "--pipeline_model_parallel_size 4 --pp_microbatches 8 --schedule zbv --zero_stage 1 ")
 
 
@@ -73,23 +74,26 @@ def trained(cases: tuple[Case, ...]) -> list[list[tuple[float, float]]]:
     return found
 
 
+@cache
+def alone(case: Case) -> list[tuple[float, float]]:
+    return run_ranks(trained, case.world_size, (case,), timeout=100)[0][0]
+
+
 def test_steps_in_turns_are_the_steps_of_each_engine_alone():
     """Two DeepSpeed engines, whose library keeps the groups of the last one in a global of its own."""
-    for rank, (tensor, v) in enumerate(run_ranks(trained, 4, (TENSOR, V), timeout=100)):
-        if rank == 0:
-            alone = [run_ranks(trained, 4, (case,), timeout=100)[0][0] for case in (TENSOR, V)]
-        assert [tensor, v] == alone and len(set(tensor)) == 3
+    for tensor, v in run_ranks(trained, 4, (TENSOR, V), timeout=100):
+        assert [tensor, v] == [alone(TENSOR), alone(V)] and len(set(tensor)) == 3
 
 
 @pytest.mark.parametrize("keys", ["--reproducible layout", "--deterministic", "--optimizer muon"])
 def test_engines_of_megatrons_reduce_each_in_its_own_way(keys):
     """Its reduce-scatter is a global of the module, which each engine sets."""
     cases = tuple(Case(3, f"--backend megatron --pp_microbatches 8 {each}", "--num_layers 2 ") for each in (keys, ""))
-    alone = [run_ranks(trained, 3, (case,), timeout=100)[0][0] for case in cases]
     for order in (1, -1):
         found = run_ranks(trained, 3, cases[::order], timeout=100)[0]
-        for steps, due in zip(found[::order], alone, strict=True):
-            assert [each for step in steps for each in step] == pytest.approx([each for step in due for each in step])
+        for steps, case in zip(found[::order], cases, strict=True):
+            due = [each for step in alone(case) for each in step]
+            assert [each for step in steps for each in step] == pytest.approx(due)
 
 
 def own_modules(switch: bool = True) -> list[list]:
