@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,6 +13,8 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.support.distance import EXACT
 from tests.support.parity import Case, Gradient, Rig
 
+FOUR, EIGHT = "--num_layers 4 ", "--num_layers 8 "
+"""Two layers of a chunk, or more, and one in the four chunks' V."""
 MODEL = "--attention_dropout 0.1 --hidden_dropout 0.1 "
 BATCH = "--global_batch_size 8 "
 PP = "--pipeline_model_parallel_size 2 "
@@ -22,23 +24,24 @@ PAIRS = FULL + "--recompute_method uniform --recompute_num_layers 2 "
 SELECTIVE = "--recompute_granularity selective --recompute_modules core_attn mlp "
 
 
-def fp64(layout: str, model: str = "") -> Case:
+def fp64(layout: str, model: str = FOUR) -> Case:
     return Case(4, layout + BATCH + "--params_dtype fp64 ", MODEL + model, "fp64")
 
 
 def fp32(layout: str) -> Case:
-    return Case(4, layout + BATCH, MODEL)
+    return Case(4, layout + BATCH, MODEL + FOUR)
 
 
 ONE = replace(fp64("--pp_microbatches 8 "), world_size=1)
+WITHOUT = replace(ONE, model=FOUR)
 LAYOUTS = [
     fp64("--pp_microbatches 2 "),
     fp64(PP + "--grad_accum_steps 1 --pp_microbatches 4 " + FULL),
-    fp64(VPP + "--pp_microbatches 4 --schedule interleaved "),
+    fp64(VPP + "--pp_microbatches 4 --schedule interleaved ", EIGHT),
     fp64(PP + "--schedule zb-h1 --pp_microbatches 4 "),
-    fp64("--pipeline_model_parallel_size 4 --schedule zbv --pp_microbatches 8 " + FULL),
-    fp64(VPP + "--schedule dualpipev --pp_microbatches 4 " + SELECTIVE),
-    fp64("--pipeline_model_parallel_size 4 --pp_microbatches 8 " + PAIRS),
+    fp64("--pipeline_model_parallel_size 4 --schedule zbv --pp_microbatches 8 " + FULL, EIGHT),
+    fp64(VPP + "--schedule dualpipev --pp_microbatches 4 " + SELECTIVE, EIGHT),
+    fp64("--pipeline_model_parallel_size 4 --pp_microbatches 8 " + PAIRS, EIGHT),
     fp64(PP + "--backend fsdp2 --sync streaming --pp_microbatches 4 " + FULL),
     fp32(PP + "--sync streaming --pp_microbatches 4 " + FULL),
     fp32(PP + "--zero_stage 1 --pp_microbatches 4 "),
@@ -78,12 +81,20 @@ def by_chunk() -> Iterator[None]:
         yield
 
 
+def no_mistake() -> Iterator[None]:
+    yield
+
+
 # --- on ranks --------------------------------------------------------------------------------------------------------
 
 
-def gradients(cases: list[Case], mistake=None) -> list[Gradient]:
-    with contextmanager(mistake)() if mistake else nullcontext():
-        return [Rig.of(case).watched(step=7)[0] for case in cases]
+def gradients(cases: list[Case], mistakes=None) -> list[Gradient]:
+    """Step 7 of each case, with its mistake."""
+    found = []
+    for case, mistake in zip(cases, mistakes or [no_mistake] * len(cases), strict=True):
+        with contextmanager(mistake)():
+            found.append(Rig.of(case).watched(step=7)[0])
+    return found
 
 
 def again(case: Case) -> dict[str, Gradient]:
@@ -102,7 +113,7 @@ def again(case: Case) -> dict[str, Gradient]:
     return seen | {"later": rig.watched(step=7)[0], "another step": rig.watched(step=8)[0]}
 
 
-def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
+def draws(case: Case, of_a_user: bool) -> tuple[int, int]:
     """In a step of `case`: how often its forwards were seeded, and how often something had then drawn from some stream.
     of_a_user: by a forward step function of which nothing is known."""
     import torch
@@ -138,6 +149,10 @@ def draws(case: Case, of_a_user: bool = False) -> tuple[int, int]:
     return len(seeded), sum(drawn)
 
 
+def draws_of_each(cells: list[tuple[Case, bool]]) -> list[tuple[int, int]]:
+    return [draws(*cell) for cell in cells]
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -153,8 +168,11 @@ def error(ranks: list[Gradient], exact: Gradient) -> float:
 
 
 @pytest.fixture(scope="module")
-def exact() -> Gradient:
-    return run_ranks(gradients, 1, [ONE])[0][0]
+def exact() -> dict[str, Gradient]:
+    """One process' gradient, by model."""
+    models = [ONE.model, MODEL + EIGHT, WITHOUT.model]
+    found = run_ranks(gradients, 1, [replace(ONE, model=model) for model in models])[0]
+    return dict(zip(models, found, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -165,24 +183,33 @@ def measured() -> dict[str, list[Gradient]]:
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_draws_the_same_masks(case, measured, exact):
-    assert error(measured[str(case)], exact) < (EXACT if case.lane == "fp64" else 5e-6)
+    assert error(measured[str(case)], exact[case.model]) < (EXACT if case.lane == "fp64" else 5e-6)
 
 
 def test_the_masks_are_there_and_belong_to_the_step(exact):
-    without = run_ranks(gradients, 1, [replace(ONE, model="")])[0][0]
-    assert error([exact], without) > 0.1
+    masked = exact[ONE.model]
+    assert error([masked], exact[WITHOUT.model]) > 0.1
     seen = run_ranks(again, 1, ONE)[0]
-    assert error([seen["at once"]], exact) == error([seen["later"]], exact) == 0
-    assert error([seen["another step"]], exact) > 0.1
+    assert error([seen["at once"]], masked) == error([seen["later"]], masked) == 0
+    assert error([seen["another step"]], masked) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("mistake", "number"),
-    [(by_rank, 0), (by_rank, 3), (counted_by_forwards, 1), (counted_by_forwards, 6), (by_chunk, 2)],
-)
-def test_a_mistake_is_seen(mistake, number, exact):
-    ranks = run_ranks(gradients, 4, [LAYOUTS[number]], mistake)
-    assert error([each for (each,) in ranks], exact) > 0.01
+MISTAKES = [(by_rank, 0), (by_rank, 3), (counted_by_forwards, 1), (counted_by_forwards, 6), (by_chunk, 2)]
+
+
+@pytest.fixture(scope="module")
+def mistaken() -> list[list[Gradient]]:
+    """Gradients of each rank with each mistake, and then without one."""
+    mistakes, cases = [mistake for mistake, _ in MISTAKES], [LAYOUTS[number] for _, number in MISTAKES]
+    by_rank = run_ranks(gradients, 4, [*cases, LAYOUTS[1]], [*mistakes, no_mistake], timeout=100)
+    return list(map(list, zip(*by_rank, strict=True)))
+
+
+@pytest.mark.parametrize(("mistake", "number"), MISTAKES)
+def test_a_mistake_is_seen(mistake, number, mistaken, exact):
+    seen = mistaken[MISTAKES.index((mistake, number))]
+    assert error(seen, exact[LAYOUTS[number].model]) > 0.01
+    assert error(mistaken[-1], exact[LAYOUTS[1].model]) < EXACT, "a mistake stayed"
 
 
 def test_under_tp_the_masks_are_those_of_the_sample_too():
@@ -203,8 +230,9 @@ EXPERTS = SILENT + "--num_experts 4 --disable-bias-linear --moe_input_jitter_eps
 def test_only_layers_that_may_draw_are_seeded(layout):
     """4 forwards of each stage: seeded where they begin, and again at layers with dropout or experts; not at all where
     neither a layer nor the forward step function may draw."""
-    assert run_ranks(draws, 4, fp64(layout, SILENT)) == [(0, 0)] * 4
-    assert run_ranks(draws, 4, fp64(layout, SILENT), of_a_user=True) == [(4, 0)] * 4
-    for model in ("", EXPERTS):
-        for seeded, drawn in run_ranks(draws, 4, fp64(layout, model)):
+    silent = fp64(layout, FOUR + SILENT)
+    cells = [(silent, False), (silent, True), (fp64(layout), False), (fp64(layout, FOUR + EXPERTS), False)]
+    for nothing, of_a_user, *others in run_ranks(draws_of_each, 4, cells):
+        assert nothing == (0, 0) and of_a_user == (4, 0)
+        for seeded, drawn in others:
             assert seeded >= 4 + 8 and drawn
