@@ -202,9 +202,9 @@ def test_the_precision_of_the_optimizer(case, parity):
     parity(case)
 
 
-def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dict:
-    """Every part of the gradient of a step to which some ranks come late, and its norm and loss, in processes of
-    `threads` torch threads."""
+def starting_late(cases: list[Case], delays: dict[int, float], threads: int = 1) -> list[dict]:
+    """For each case, every part of the gradient of a step to which some ranks come late, and its norm and loss, in
+    processes of `threads` torch threads."""
     import time
 
     import torch
@@ -212,19 +212,28 @@ def starting_late(case: Case, delays: dict[int, float], threads: int = 1) -> dic
     from tests.support.parity import gradient
 
     torch.set_num_threads(threads)
-    time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
-    seen = gradient(case)
-    return seen.parts | {"norm": torch.tensor(seen.norm).double(), "loss": torch.tensor(seen.loss).double()}
+    found = []
+    for case in cases:
+        torch.distributed.barrier()
+        time.sleep(delays.get(torch.distributed.get_rank(), 0.0))
+        seen = gradient(case)
+        found.append(seen.parts | {"norm": torch.tensor(seen.norm).double(), "loss": torch.tensor(seen.loss).double()})
+    return found
 
 
-@pytest.mark.parametrize(
-    "case", [Case(4, layout + ORDERED) for layout in (SPLIT, STREAM, SPLIT + "--zero_stage 1 ")], ids=str
-)
-def test_sums_in_rank_order_repeat_to_the_bit(case):
-    first = run_ranks(starting_late, 4, case, {})
-    again = run_ranks(starting_late, 4, case, {0: 0.5, 2: 0.2})
-    for one, other in zip(first, again, strict=True):
-        assert all(part.equal(other[name]) for name, part in one.items())
+REPEATED = [four_layers(4, layout + ORDERED) for layout in (SPLIT, STREAM, SPLIT + "--zero_stage 1 ")]
+
+
+@pytest.fixture(scope="module")
+def twice():
+    """Gradients of each rank in two starts of ranks, which come at other times."""
+    return [run_ranks(starting_late, 4, REPEATED, delays, timeout=90) for delays in ({}, {0: 0.5, 2: 0.2})]
+
+
+@pytest.mark.parametrize("number", range(len(REPEATED)), ids=map(str, REPEATED))
+def test_sums_in_rank_order_repeat_to_the_bit(number, twice):
+    for first, again in zip(*twice, strict=True):
+        assert all(part.equal(again[number][name]) for name, part in first[number].items())
 
 
 WIDE = "--hidden_size 256 --num_layers 2 --micro_batch_size 8 "
@@ -234,7 +243,7 @@ WIDE = "--hidden_size 256 --num_layers 2 --micro_batch_size 8 "
 def test_the_number_of_threads_changes_sums_unless_they_are_to_repeat():
     def repeats(layout: str) -> bool:
         case = Case(1, WIDE + "--pp_microbatches 2 " + layout)
-        one, two = (run_ranks(starting_late, 1, case, {}, threads)[0] for threads in (1, 2))
+        one, two = (run_ranks(starting_late, 1, [case], {}, threads)[0][0] for threads in (1, 2))
         return all(part.equal(two[name]) for name, part in one.items())
 
     assert not repeats("")
@@ -293,14 +302,17 @@ class Watch:
 
 
 def test_streaming_holds_two_units_whatever_is_in_flight():
-    cases = [Case(2, PP + f"--pp_microbatches {chunks} --sync streaming", UNTIED) for chunks in (4, 16)]
+    streaming = PP + "--sync streaming "
+    cases = [four_layers(2, streaming + f"--pp_microbatches {chunks}", UNTIED) for chunks in (4, 16)]
     cases += [
-        Case(2, PP + f"--pp_microbatches {chunks} --sync streaming --schedule {schedule}", UNTIED)
+        four_layers(2, streaming + f"--pp_microbatches {chunks} --schedule {schedule}", UNTIED)
         for schedule in ("zbv", "dualpipev")
         for chunks in (4, 16)
     ]
-    cases += [Case(2, PP + "--pp_microbatches 4 --sync streaming --recompute_granularity full", UNTIED)]
-    cases += [Case(2, PP + "--pp_microbatches 4 --sync streaming --schedule zbv --recompute_granularity full", UNTIED)]
+    cases += [
+        four_layers(2, streaming + FULL + f"--pp_microbatches 4 --schedule {schedule}", UNTIED)
+        for schedule in ("1f1b", "zbv")
+    ]
     for rank in run_ranks(most_held, 2, cases):
         for few, many in zip(rank[0:6:2], rank[1:6:2], strict=True):
             assert few == many
@@ -346,7 +358,7 @@ def replicas_forgotten(case: Case):
 
 
 def test_a_gradient_that_is_reduced_twice_is_wrong():
-    case = Case(4, PP + STREAM)
+    case = four_layers(4, PP + STREAM)
     assert problems(case, run_ranks(reduced_twice, 4, case))
 
 
@@ -373,6 +385,6 @@ def dropped_too_early(case: Case):
 
 
 def test_a_backward_without_its_parameters_is_wrong():
-    case = Case(2, SPLIT + "--sync streaming")
+    case = four_layers(2, STREAM)
     found = problems(case, run_ranks(dropped_too_early, 2, case))
     assert [each for each in found if "norm" in each] and not [each for each in found if "loss" in each], found
