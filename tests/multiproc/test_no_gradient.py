@@ -10,6 +10,8 @@ from tests.support.distance import problems_with, total_error
 from tests.support.parity import Case, Reference
 
 SMALL = "--num_layers 4 "
+TWO = "--num_layers 2 "
+"""Layers of a model of which no rank has several chunks."""
 EXPERTS = (
     SMALL + "--num_experts 8 --moe_router_topk 1 --moe_router_pre_softmax --moe_ffn_hidden_size 32"
     " --add_bias_linear false --moe_router_load_balancing_type none "
@@ -26,22 +28,25 @@ def check(change: no_gradient.Change, cases: list[Case]) -> None:
     found = []
     by_rank = run_ranks(no_gradient.gradients, 4, cases, change, timeout=60 + 15 * len(cases))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        batch = case.plan().batch.global_batch_size
-        exact, near = (reference(change, case.model, batch, dtype) for dtype in ("fp64", case.lane))
-        found += [f"{case}: {problem}" for problem in problems_with(case, list(ranks), exact, near)]
+        found += [f"{case}: {problem}" for problem in problems_with(case, list(ranks), *references(change, case))]
     assert not found, "\n" + "\n".join(found)
 
 
+def references(change: no_gradient.Change, case: Case) -> list[Reference]:
+    """Gradients of the changed model in one process: in float64, and in the precision of the lane."""
+    return _references(change, case.model, case.plan().batch.global_batch_size, case.lane)
+
+
 @cache
-def reference(change: no_gradient.Change, model: str, batch: int, dtype: str) -> Reference:
-    return run_ranks(no_gradient.reference, 1, model, batch, dtype, change)[0]
+def _references(change: no_gradient.Change, model: str, batch: int, lane: str) -> list[Reference]:
+    return run_ranks(no_gradient.references, 1, change, model, batch, ["fp64", lane])[0]
 
 
 @pytest.mark.parametrize(
     ("change", "model", "pipeline"),
     [
         (no_gradient.frozen, SMALL, SPLIT),
-        (no_gradient.unused, SMALL, PLAIN),
+        (no_gradient.unused, TWO, PLAIN),
         (no_gradient.skipping, EXPERTS, SPLIT),
         (no_gradient.skipping, EXPERTS, SPLIT + WHOLE),
     ],
@@ -55,7 +60,8 @@ def test_parameters_that_some_microbatches_skip():
     """Ranks would fill buckets in other orders: the last backward of one brings a gradient that another's does not."""
     layouts = [*(f"{SMALL_BUCKETS}{stage} " for stage in (1, 2, 3)), *BOUNDARIES[1:2], *BOUNDARIES[3:]]
     layouts.append(f"{SMALL_BUCKETS}3 --reproducible layout ")
-    check(no_gradient.seldom, [Case(4, layout + each, SMALL) for layout in layouts for each in (PLAIN, SPLIT)])
+    splits = ((PLAIN, TWO), (SPLIT, SMALL))
+    check(no_gradient.seldom, [Case(4, layout + split, model) for layout in layouts for split, model in splits])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def test_parameters_that_some_microbatches_skip_beside_experts_of_other_ranks(la
 def test_layers_that_some_microbatches_skip():
     """In all modes that gather the parameters of a stage at once."""
     layouts = ["", "--zero_stage 1 ", "--backend fsdp2 ", "--backend megatron ", "--backend ddp "]
-    check(no_gradient.dropped, [Case(4, layout + PLAIN, SMALL) for layout in layouts])
+    check(no_gradient.dropped, [Case(4, layout + PLAIN, TWO) for layout in layouts])
 
 
 def test_layers_that_some_microbatches_do_not_call():
@@ -169,14 +175,32 @@ def own_layers(steps: list[list[list[int]]], shared: str = "") -> tuple[float, l
     return apart, ours
 
 
-@pytest.mark.parametrize("steps", OF_FSDP2.values(), ids=OF_FSDP2)
-def test_layers_of_an_own_model_that_some_microbatches_do_not_call(steps):
-    for apart, _ in run_ranks(own_layers, 2, steps, timeout=40):
+def each_of_own_layers(runs: list[list[list[list[int]]]]) -> list[tuple[float, list[str]]]:
+    from megaaccum.distributed import groups
+
+    found = []
+    for steps in runs:
+        groups.destroy()
+        found.append(own_layers(steps))
+    return found
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, list[tuple[float, list[str]]]]:
+    """By name of the run, what each rank found."""
+    runs = OF_FSDP2 | {"all": [[ALL] * 8]}
+    ranks = run_ranks(each_of_own_layers, 2, list(runs.values()), timeout=90)
+    return dict(zip(runs, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", OF_FSDP2)
+def test_layers_of_an_own_model_that_some_microbatches_do_not_call(name, own):
+    for apart, _ in own[name]:
         assert apart < 1e-12
 
 
-def test_layers_that_every_microbatch_calls_are_reduced_under_the_last_backward():
-    for _, events in run_ranks(own_layers, 2, [[ALL] * 8], timeout=40):
+def test_layers_that_every_microbatch_calls_are_reduced_under_the_last_backward(own):
+    for _, events in own["all"]:
         assert [event for event in events if "bias" not in event][:5] == [
             "layers.2.weight", "backward of 1", "layers.1.weight", "backward of 0", "layers.0.weight"
         ]  # fmt: skip
@@ -332,7 +356,7 @@ ONE_BUCKET = "--zero_stage 1 --reduce_bucket_size 50000000 "
 def test_a_mistake_is_a_wrong_gradient_under_the_right_loss(mistake, change, layout, error, layer):
     case = Case(2, layout + PLAIN, SMALL)
     ranks = [gradient for (gradient,) in run_ranks(mistake, 2, [case])]
-    exact, near = (reference(change, SMALL, case.plan().batch.global_batch_size, lane) for lane in ("fp64", case.lane))
+    exact, near = references(change, case)
     found = problems_with(case, ranks, exact, near)
     assert total_error(ranks, exact) == pytest.approx(error, rel=0.01)
     assert [each for each in found if "error" in each and f"worst decoder.layers.{layer}." in each], found

@@ -189,7 +189,7 @@ def second_gradient(case: Case) -> Gradient:
     return replace(gradient, parts={name: part for name, part in gradient.parts.items() if name in trained})
 
 
-def reference(model_flags: str, global_batch: int, dtype: str, change: Change) -> parity.Reference:
-    """`parity.reference` of the changed model."""
+def references(change: Change, model_flags: str, global_batch: int, dtypes: list[str]) -> list[parity.Reference]:
+    """`parity.reference` of the changed model, in each precision."""
     changed(change)
-    return parity.reference(model_flags, global_batch, dtype)
+    return [parity.reference(model_flags, global_batch, dtype) for dtype in dtypes]
