@@ -321,8 +321,12 @@ MISTAKES = [
     (masks_of_the_rank, row(2, "--pp_microbatches 8 " + TP2, CUT + EIGHT), "losses"),
 ]
 """Each with a case, and what of its outcome is another."""
-LATE = [*ROWS[:2], THREE[0]]
-"""Sums of the rank's own, one or several, and those of all ranks' micro-batches."""
+LATE = [
+    *ROWS[:2],
+    THREE[0],
+    *(row(ranks, f"--pp_microbatches {8 // ranks} ", CUT + EXPERTS + EIGHT) for ranks in (1, 2)),
+]
+"""Sums of the rank's own, one or several, those of all ranks' micro-batches, and blocks on one and on two ranks."""
 LOOSE = [row(1, "--pp_microbatches 16 ", mode=""), row(4, "--pp_microbatches 4 ", mode="--deterministic ")]
 Cell = tuple[Callable[[], Iterator[None]], Case]
 
