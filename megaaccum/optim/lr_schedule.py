@@ -73,10 +73,7 @@ class LrSchedule:
             self._factor = factor
             for group in self._scheduler.optimizer.param_groups:
                 rate = self._scheduler.get_lr(group) * factor
-                if hasattr(group["lr"], "fill_"):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                group["lr"] = group["lr"].fill_(rate) if hasattr(group["lr"], "fill_") else rate
 
     def state_dict(self) -> dict[str, Any]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""

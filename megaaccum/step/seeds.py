@@ -18,7 +18,7 @@ from megaaccum.config import Plan
 from megaaccum.distributed import rng
 from megaaccum.distributed.groups import Groups
 from megaaccum.model.names import over_stages
-from megaaccum.model.torch_chunk import layers_of
+from megaaccum.model.torch_chunk import TorchChunk, layers_of
 from megaaccum.upstream import pytorch
 
 
@@ -106,7 +106,8 @@ class SampleSeeds:
 def seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name in the whole model, module) of what a stage may begin with and what may draw: the embedding, the attention
     of each transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole),
-    and every layer of another kind."""
+    and every layer of another kind. A model without a pipeline has the names that its chunks have in one."""
+    chunk = chunk.module if isinstance(chunk, TorchChunk) else chunk
     predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
     layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
     for name, module in chunk.named_modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megaaccum.distributed import rng
+from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.platform import cpu
 from megaaccum.step.seeds import SampleSeeds, _may_draw
 from tests.support.configs import plan
@@ -26,10 +28,17 @@ class _Group:
         return self._size
 
 
-def seeds(mode: str = "sample", *, tp: int = 0, cp: int = 0, dp: tuple[int, int] = (0, 1)) -> SampleSeeds:
+def seeds(
+    mode: str = "sample",
+    *,
+    tp: int = 0,
+    cp: int = 0,
+    dp: tuple[int, int] = (0, 1),
+    chunks: Sequence[torch.nn.Module] = (),
+) -> SampleSeeds:
     collection = SimpleNamespace(cp=_Group(cp))
     groups = SimpleNamespace(tp=_Group(tp), dp=_Group(*dp), collection=collection)
-    return SampleSeeds(plan(world_size=dp[1], rng=mode), cast(Any, groups), [])
+    return SampleSeeds(plan(world_size=dp[1], rng=mode), cast(Any, groups), chunks)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +72,36 @@ def test_a_global_microbatch_has_one_set_of_draws_on_any_number_of_ranks():
 def test_ranks_of_a_tp_group_share_what_megatron_lets_them_share():
     first, second = draws(seeds()), draws(seeds(tp=1))
     assert {name for name in first if first[name] == second[name]} == {"default", "data-parallel-rng"}
+
+
+def _model(first: int = 1, last: int = 3) -> torch.nn.Module:
+    """The part of a model of dropouts that begins at layer `first`, and with the embedding if that is the first."""
+    model = torch.nn.Module()
+    model.embedding = torch.nn.Sequential(torch.nn.Embedding(1, 1), torch.nn.Dropout(0.5)) if first == 1 else None
+    model.layers = torch.nn.ModuleList(torch.nn.Dropout(0.5) for _ in range(first, last + 1))
+    for number, layer in enumerate(model.layers, first):
+        layer.layer_number = number
+    return model
+
+
+def _masks(chunk: Any) -> list[torch.Tensor]:
+    """The draws of the embedding and of the layers of a chunk in a forward."""
+    chunk.config = SimpleNamespace()
+    found = []
+    with (of := seeds(chunks=[chunk])).flush(1):
+        of.begin_forward(0, 2)
+        if chunk.embedding is not None:
+            found.append(chunk.embedding(torch.zeros(64, dtype=torch.int64)) != 0)
+        found += [layer(torch.ones(64)) for layer in chunk.layers]
+    return found
+
+
+def test_a_plain_module_draws_what_its_pipeline_draws():
+    whole = _masks(_model())
+    for parts in ([TorchChunk(_model())], [_model(last=1), _model(first=2)]):
+        torch.rand(7)  # the states of the process do not matter
+        found = [mask for part in parts for mask in _masks(part)]
+        assert len(found) == len(whole) == 4 and all(map(torch.equal, found, whole))
 
 
 def test_a_seed_is_torchs():
