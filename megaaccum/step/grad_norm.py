@@ -65,8 +65,6 @@ def _counted(backend: ShardingBackend, groups: Groups) -> list[torch.Tensor]:
 
 def _square(grads: list[torch.Tensor]) -> torch.Tensor:
     """The sum of the squares, float64."""
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
     half = (torch.bfloat16, torch.float16)  # a norm in these would be rounded to 16 bits
     wide = [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
     return torch.nn.utils.get_total_norm(wide).double() ** 2

@@ -72,14 +72,16 @@ class Microbatches:
             **cut,
         )
 
-    def without(self, dropped: Mapping[int, Any]) -> Microbatches:
-        """These micro-batches with others, of weight zero, in place of some: {index in the step: what replaces it}."""
+    def without(self, dropped: Mapping[int, tuple[Any, int | None]]) -> Microbatches:
+        """These micro-batches with others, of weight zero, in place of some: {index in the step: (what replaces it, its
+        length if that is another)}."""
         mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self
-        data = [mine.get(index, each) for index, each in enumerate(self.data)]
+        data = [mine.get(index, (each,))[0] for index, each in enumerate(self.data)]
+        lengths = self.lengths and [mine.get(index, (0, None))[1] or each for index, each in enumerate(self.lengths)]
         weights = self.weights and [0.0 if index in mine else each for index, each in enumerate(self.weights)]
-        return replace(self, data=data, weights=weights, dummies=self.dummies | mine.keys())
+        return replace(self, data=data, lengths=lengths, weights=weights, dummies=self.dummies | mine.keys())
 
     @cached_property
     def differ(self) -> bool:

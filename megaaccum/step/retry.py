@@ -38,9 +38,13 @@ def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) ->
     bad = findings.bad_microbatches()
     mine = set(bad.get(steps.groups.dp.rank(), []))
     opened.restore()
-    every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
+    every = {
+        batch.first + i: (each, batch.lengths[i] if batch.lengths else None)
+        for batch in opened.calls
+        for i, each in enumerate(batch.data)
+    }
     healthy = [each for index, each in every.items() if index not in mine]
-    replaced = {index: short_batch.stand_in(every[index], healthy) for index in mine}
+    replaced = {index: short_batch.stand_in(every[index][0], healthy) for index in mine}
     calls = [replace(batch.without(replaced), total_weight=None) for batch in opened.calls]
     steps.begin_attempt(opened, world_sums.divisor_of(steps, calls, alone=opened.divisor.total is not None))
     for number, batch in enumerate(calls):

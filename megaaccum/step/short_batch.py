@@ -22,6 +22,9 @@ keeps attention inside documents. A tensor that no stage of this rank reads may 
 _ZEROED = ("tokens", "labels", "loss_mask")
 """Names by which a micro-batch of ours is known. They are zero in a dummy, as is its count of tokens."""
 
+_OURS = {*_ZEROED, "num_tokens", "position_ids", "document_starts", "lengths"}
+"""Names that a micro-batch of ours may have. Another field is a user's, and may be what is not finite."""
+
 
 def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, policy: str, step: int) -> str:
     """Which ranks have fewer micro-batches than planned, in words; empty where none has.
@@ -54,7 +57,7 @@ def filled(
     count, wanted = len(microbatches), batch.num_microbatches
     if count == wanted:
         return microbatches, frozenset()
-    dummy = stand_in(microbatches[0], microbatches) if microbatches else _new_dummy(plan)
+    dummy = stand_in(microbatches[0], [(microbatches[0], None)])[0] if microbatches else _new_dummy(plan)
     return [*microbatches, *[dummy] * (wanted - count)], frozenset(range(count, wanted))
 
 
@@ -64,20 +67,18 @@ def dummy_of(microbatch: Microbatch) -> Microbatch:
     return {**microbatch, **{name: torch.zeros_like(each) for name, each in present.items()}}
 
 
-def stand_in(bad: Any, healthy: Sequence[Any]) -> Any:
-    """The micro-batch that runs in place of `bad`, with a weight of zero: a dummy of its shape. If the user defines the
-    format, it is one of `healthy`; if that is empty, `bad` itself, and the step is skipped."""
-    if isinstance(bad, dict) and bad.keys() >= set(_ZEROED):
-        return dummy_of(bad)
-    return healthy[0] if healthy else bad
+def stand_in(bad: Any, healthy: Sequence[tuple[Any, int | None]]) -> tuple[Any, int | None]:
+    """(the micro-batch that runs in place of `bad`, with a weight of zero; its length, None for that of `bad`): a dummy
+    of its shape. If the user defines the format, it is the first of `healthy`; if that is empty, `bad` itself, and the
+    step is skipped."""
+    if isinstance(bad, dict) and bad.keys() >= set(_ZEROED) and (not healthy or bad.keys() <= _OURS):
+        return dummy_of(bad), None
+    return healthy[0] if healthy else (bad, None)
 
 
 def _new_dummy(plan: Plan) -> Microbatch:
     rows, length = plan.batch.micro_batch_size, plan.batch.seq_length
     zeros = torch.zeros(rows, length, dtype=torch.int64)
     dummy = {"tokens": zeros, "labels": zeros, "loss_mask": zeros.float(), "position_ids": zeros}
-    if plan.config.data.reset_attention_mask:
-        starts = zeros.bool()
-        starts[:, 0] = True
-        dummy["document_starts"] = starts
-    return dummy
+    starts = torch.arange(length).eq(0).repeat(rows, 1)
+    return dummy | ({"document_starts": starts} if plan.config.data.reset_attention_mask else {})

@@ -195,7 +195,7 @@ class TrainStep:
         Raises on every rank if none does. batch: what has been read of them."""
         if batch is None:
             filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
-            batch = self.batch_of(filled).without({index: filled[index] for index in dummies})
+            batch = self.batch_of(filled).without({index: (filled[index], None) for index in dummies})
         batch, unknown = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
         if self.plan.config.batch.variable_seq_lengths:
             raise_together(unknown)

@@ -357,3 +357,47 @@ def after_errors() -> dict[str, Any]:
 
 def test_an_error_that_an_engine_survives_leaves_nothing():
     assert run_ranks(after_errors, 1) == [{"unnamed": 24.0, "trains": True, "left": False, "weight": 21.0}]
+
+
+def without_one(lengths: list[int], backend: str, schedule: str) -> dict[str, Any]:
+    """A step whose micro-batch 2 is not finite, in a field of the user's own beside ours; the loss and the norm of one
+    process on the others. lengths: of each micro-batch."""
+    import torch
+
+    from megaaccum import initialize
+
+    def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        batch = next(data_iterator)
+        return chunk(batch["x"]), lambda out: ((out.square().sum() * batch["scale"]), batch["loss_mask"].sum(), {})
+
+    every = []
+    for index, length in enumerate(lengths):
+        torch.manual_seed(index)
+        ours = {"tokens": torch.zeros(1, length).long(), "labels": torch.zeros(1, length).long()}
+        scale = torch.tensor(float("nan") if index == 2 else 1.0, dtype=torch.float64)
+        every.append(
+            ours | {"loss_mask": torch.ones(1, length), "x": torch.randn(length, 1, WIDTH).double(), "scale": scale}
+        )
+    batch = dict(variable_seq_lengths=len(set(lengths)) > 1, global_batch_size=len(lengths))
+    plan = plan_of(pp=2, schedule=schedule, backend=backend, batch=batch, step=dict(nonfinite="drop_microbatch"))
+    count = plan.layout.num_stages
+    chunks = [stage(number, count, "").double() for number in plan.layout.stages(torch.distributed.get_rank())]
+    made = initialize(plan, chunks, forward_step_func=step, optimizer=torch.optim.SGD)
+    made.forward_backward(every[:4])
+    made.forward_backward(every[4:])
+    result = made.optim_step()
+    model = torch.nn.Sequential(*[stage(number, count, "").double().layer for number in range(count)])
+    rest = [each for index, each in enumerate(every) if index != 2]
+    loss = sum(model(each["x"]).square().sum() for each in rest) / sum(each["loss_mask"].sum() for each in rest)
+    norm = torch.stack([grad.norm() for grad in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    return {"skipped": result.skipped, "got": (result.loss, result.grad_norm), "wanted": (float(loss), float(norm))}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("lengths", [[4] * 8, [1, 3, 2, 4, 4, 2, 1, 3]], ids=["one length", "lengths"])
+def test_a_bad_microbatch_of_a_users_own_format_is_left_out(lengths: list[int], schedule: str, backend: str):
+    """Another stands in, whose length may differ: what is not finite may be in any field."""
+    for found in run_ranks(without_one, 2, lengths, backend, schedule):
+        assert not found["skipped"]
+        assert found["got"] == pytest.approx(found["wanted"], rel=1e-12)
