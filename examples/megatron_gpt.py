@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.transformer import TransformerConfig
 
-prefix, folder = sys.argv[1:]
+prefix, folder = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
 batch = dict(micro_batch_size=2, seq_length=64, global_batch_size=16)
 learning = dict(lr=1e-2, min_lr=1e-3, clip_grad=1.0)
 plan = Plan.of(layout=dict(pp=2), batch=batch, sharding=dict(zero_stage=3), optimizer=learning, train_iters=20)

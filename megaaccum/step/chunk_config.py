@@ -146,12 +146,12 @@ def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
     if experts.has_own_ranks(plan):
         wanted |= {"ep": layout.ep, "expt_tp": layout.etp, "expt_dp": layout.edp}
     found = {name: getattr(groups.collection, name, None) for name in wanted}
-    sizes = {name: 0 if group is None else group.size() for name, group in found.items()}
+    sizes = {name: "is missing" if group is None else f"has {group.size()} ranks" for name, group in found.items()}
     return [
-        f"the {name} group has {sizes[name]} ranks, but the plan says {size}: give the groups of this layout, every one"
-        " of them, or Plan.of a layout that has the groups' sizes"
+        f"the {name} group {sizes[name]}, but the plan says {size}: give the groups of this layout, every one of them,"
+        " or Plan.of a layout that has the groups' sizes"
         for name, size in wanted.items()
-        if sizes[name] != size
+        if sizes[name] != f"has {size} ranks"
     ]
 
 

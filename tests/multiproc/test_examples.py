@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -222,6 +223,12 @@ def test_megatron_gpt_trains_evaluates_saves_and_resumes(folder):
     resumed = run_on_ranks(train, folder)
     assert losses_of(resumed) == losses[10:]
     assert resumed.splitlines()[-1] == first.splitlines()[-1], "the last evaluation"
+
+
+def test_megatron_gpt_without_its_data_says_how_it_is_started():
+    ended = subprocess.run([sys.executable, EXAMPLES / "megatron_gpt.py"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "torchrun --nproc-per-node 4" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # --- programs that a reader can follow -------------------------------------------------------------------------------

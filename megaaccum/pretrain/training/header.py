@@ -14,14 +14,15 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     """Summary of ranks, model, batch and length of the run. sync: its sharding mode in words. vocab_size: before
     padding."""
     config, at, batch = plan.config, plan.layout, plan.batch
-    run = config.run
+    run, last = config.run, last_step(config.run, start_step)
+    steps = f"steps {start_step + 1} to {last}" if start_step < last else f"no step left after {start_step}"
     rows = {
         "ranks": f"{at.world_size} = {ranks_of(at)}, schedule {at.schedule}, {sync}",
         "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
         f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
-        "run": f"steps {start_step + 1} to {last_step(run, start_step)}, log in {run.output_dir}, {_checkpoints(plan)}",
+        "run": f"{steps}, log in {run.output_dir}, {_checkpoints(plan)}",
     }
     if on_gpu := gpu.describe():
         rows["gpu"] = on_gpu

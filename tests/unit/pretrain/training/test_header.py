@@ -22,6 +22,12 @@ def test_four_lines_of_what_runs() -> None:
     )
 
 
+@pytest.mark.parametrize("start_step", [100, 101])
+def test_a_run_that_is_over_has_no_steps(start_step: int) -> None:
+    lines = header(plan(output_dir="out"), sync="ddp", vocab_size=1000, start_step=start_step).splitlines()
+    assert lines[3].startswith(f"run   no step left after {start_step}, log in out, ")
+
+
 def test_on_gpus_a_line_of_nccl_and_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "describe", lambda: "NCCL 2.30.1, CUDA_DEVICE_MAX_CONNECTIONS=32")
     last = header(plan(), sync="deepspeed zero-3 resident", vocab_size=1000, start_step=0).splitlines()[-1]
