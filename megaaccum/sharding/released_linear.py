@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from megaaccum.upstream import pytorch
+
 
 def install(chunk: torch.nn.Module) -> None:
     """Let every torch.nn.Linear of `chunk` save its weight itself, which is empty while it is released, and let errors
@@ -56,7 +58,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        return functional.linear(input, weight, bias)
+        return pytorch.without_base(functional.linear(input, weight, bias))  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

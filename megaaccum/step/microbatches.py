@@ -119,9 +119,8 @@ def read_batch(
     `weights` and `token_weights`, they say what is known of the micro-batches in advance. Raises ConfigError."""
     if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
         raise ConfigError("data comes from an iterator: give num_microbatches with it")
-    listed = isinstance(data, Sequence) and count is None
-    count = len(data) if listed else count
-    assert count is not None
+    listed = count is None
+    count = len(data) if count is None else count
     shapes = shapes_of(data) if listed else []
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]

@@ -51,6 +51,20 @@ def test_a_released_weight_is_not_kept_for_the_backward():
         x.grad = None
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_its_output_may_be_changed_in_place(bias):
+    """By a residual and an activation in place: torch refuses both for a view of a custom function."""
+    torch.manual_seed(5)
+    layer, x = torch.nn.Linear(8, 8, bias=bias), torch.randn(2, 3, 8, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(torch.relu_(layer(x).add_(x)).sum(), x)[0]
+
+    plain = gradient()
+    released_linear.install(layer)
+    assert torch.equal(plain, gradient())
+
+
 def test_a_frozen_weight_gets_no_gradient():
     layer = torch.nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
