@@ -192,14 +192,14 @@ class MegatronBackend(AccumulatingBackend):
     # --- the step ---
 
     def begin_accumulation(self) -> None:
-        self._reduced = False
+        self._reduced = self._syncing = False
         self.sums.clear()
         self.at_owners.begin()
-        self._syncing = False
         self._in_order.begin()
         self._missing = Counter(self._bucket.values())
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
+            ddp.zero_grad()  # of a backward of the user's own: Megatron would add it to the buffer
 
     def own_shards(self) -> Iterator[GradShard]:
         """This rank's run of each parameter that it owns a part of."""

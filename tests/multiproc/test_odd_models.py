@@ -401,3 +401,28 @@ def test_a_bad_microbatch_of_a_users_own_format_is_left_out(lengths: list[int], 
     for found in run_ranks(without_one, 2, lengths, backend, schedule):
         assert not found["skipped"]
         assert found["got"] == pytest.approx(found["wanted"], rel=1e-12)
+
+
+def after_backwards_of_the_users(backend: str) -> list[tuple[float, float]]:
+    """(norm of a step, that of one process) after the user's own backwards: before `initialize`, and between steps."""
+    import torch
+
+    made, found = torch.nn.Linear(WIDTH, WIDTH), []
+    made(torch.ones(1, WIDTH)).sum().backward()
+    engine = engine_on(plan_of(backend=backend), made, optimizer=lambda params: torch.optim.AdamW(params, lr=0.0))
+    whole = torch.nn.Linear(WIDTH, WIDTH)
+    whole.load_state_dict(dict(engine.whole_weights()))
+    loss = sum(whole(each).square().sum() for each in data()) / (LENGTH * COUNT)
+    norm = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(whole.parameters()))]).norm()
+    for _ in range(2):
+        found.append((engine.train_step(data()).grad_norm, float(norm)))
+        if backend in ("ddp", "megatron"):  # parameters are whole between steps
+            made(torch.ones(1, WIDTH)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "deepspeed", "fsdp2", "megatron"])
+def test_gradients_of_the_users_own_backwards_are_no_part_of_a_step(backend: str):
+    (found,) = run_ranks(after_backwards_of_the_users, 1, backend)
+    for norm, expected in found:
+        assert norm == pytest.approx(expected, rel=1e-5)
