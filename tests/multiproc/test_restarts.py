@@ -89,7 +89,7 @@ def unchecked() -> Iterator[None]:
 
 def a_shard_in_the_wrong_place(run: Run) -> Any:
     """Each rank reads the first shard."""
-    return pieces_as(run, lambda piece: replace(piece, start=0))
+    return pieces_as(run, lambda piece: piece._replace(start=0))
 
 
 def transposed_tp_axis(run: Run) -> Any:
@@ -125,7 +125,7 @@ def expert_order(run: Run) -> Any:
     def reversed_experts(piece: Any) -> Any:
         head, found, tail = piece.name.partition("local_experts.")
         number, _, rest = tail.partition(".")
-        return replace(piece, name=f"{head}{found}{3 - int(number)}.{rest}") if found else piece
+        return piece._replace(name=f"{head}{found}{3 - int(number)}.{rest}") if found else piece
 
     return pieces_as(run, reversed_experts)
 
@@ -138,7 +138,7 @@ def the_step_count_lost(run: Run) -> Any:
 def moments_swapped(run: Run) -> Any:
     def swapped(piece: Any) -> Any:
         moments = {"exp_avg": piece.tensors["exp_avg_sq"], "exp_avg_sq": piece.tensors["exp_avg"]}
-        return replace(piece, tensors=piece.tensors | moments)
+        return piece._replace(tensors=piece.tensors | moments)
 
     return pieces_as(run, swapped)
 
@@ -190,7 +190,7 @@ def names_of_another_pp(run: Run) -> Any:
 
     def by_place(piece: Any) -> Any:
         head, found, tail = piece.name.partition("layers.")
-        return replace(piece, name=f"{head}{found}0.{tail.partition('.')[2]}") if found else piece
+        return piece._replace(name=f"{head}{found}0.{tail.partition('.')[2]}") if found else piece
 
     return pieces_as(run, by_place)
 
