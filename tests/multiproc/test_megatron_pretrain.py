@@ -110,8 +110,13 @@ def optimized() -> dict[tuple[str, bool], list[str]]:
 
 
 def test_decoupled_learning_rates_and_decayed_norms_are_megatrons(optimized):
-    assert len(optimized["decoupled lr", True]) == 10
-    assert optimized["decoupled lr", True] == optimized["decoupled lr", False]
+    """Perplexities are exp(loss): their seven digits show the last bit of an FP32 loss, which differs by the CPU."""
+    ours, theirs = (optimized["decoupled lr", ours] for ours in (True, False))
+    assert len(ours) == 10
+    assert [line.partition(" | lm loss PPL")[0] for line in ours] == [
+        line.partition(" | lm loss PPL")[0] for line in theirs
+    ]
+    assert numbers(ours) == pytest.approx(numbers(theirs), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dynamic loss scale", "fixed loss scale"])
