@@ -271,7 +271,7 @@ def software_of(row: Row) -> Software:
         fused_dispatch=has_fused_dispatch(row),
         row_passes=row_passes(row),
         imbalance=NATURAL if row.text("routing") == "natural" else 1.0,
-        # vTrain's src/predictor.py: "Last rank worker dosen't perform recomputation".
+        # vTrain's simulator (src/predictor.py) prices no recompute on the last stage.
         last_recomputes=source != "vtrain-multi",
         pace=PIPELINE_ENGINE if source.startswith(("bigscience", "mtnlg")) else 1.0,
         host=host_share(row),

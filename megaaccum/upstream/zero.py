@@ -282,8 +282,7 @@ class Zero3(ZeroDriver):
         group, position, count = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
         grad = self.masters[group].grad
         assert grad is not None, "the epilogue has made it"
-        shard: torch.Tensor = grad.narrow(0, position, count)
-        return shard.view(-1)
+        return cast("torch.Tensor", grad.narrow(0, position, count).view(-1))
 
     def accumulator(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's flat partition of the parameter's gradient, padded, in grad_accum_dtype. (With the optimizer in

@@ -64,8 +64,9 @@ class Device:
     def rate(self, precision: str) -> float:
         """FLOP/s of large products in '16 bit', 'fp8', 'fp4' or 'fp32'."""
         e = self.efficiency
-        rates = {"fp8": e.gemm_fp8 * self.peak_fp8, "fp4": e.gemm_fp4 * self.peak_fp4}
-        return rates.get(precision) or e.gemm * self.at(precision).peak
+        wide = e.gemm * self.at(precision).peak
+        rates = {"16 bit": wide, "fp32": wide, "fp8": e.gemm_fp8 * self.peak_fp8, "fp4": e.gemm_fp4 * self.peak_fp4}
+        return rates[precision]
 
     def at(self, precision: str) -> Device:
         """The device for layers in `precision`: in FP32 its `peak` is that of FP32."""
