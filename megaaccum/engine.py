@@ -15,13 +15,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaaccum import sharding
 from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import unseen
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
@@ -31,24 +34,18 @@ from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
+from megaaccum.observe.observer import Observer
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
+from megaaccum.optim.lr_schedule import LrSchedule
 from megaaccum.step import chunk_config, evaluation
 from megaaccum.step.loss import ForwardStepFunc, Reports
+from megaaccum.step.recovery import Attempt
 from megaaccum.step.result import StepResult
 from megaaccum.step.speculation import SpeculativeTrainStep
 from megaaccum.step.train_step import TrainStep
 from megaaccum.step.transaction import Transaction
 from megaaccum.upstream import adam
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.observe.observer import Observer
-    from megaaccum.optim.lr_schedule import LrSchedule
-    from megaaccum.step.recovery import Attempt
 
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
 """Errors that every rank raises together before anything has changed; the engine can be used after them."""

@@ -18,7 +18,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
@@ -26,10 +25,7 @@ from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_so
 from megaaccum.config.load import given
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megaaccum.lab.verification.shrink import Shrunk
-
+from megaaccum.lab.verification.shrink import Shrunk
 
 _USAGE = """megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
        megaaccum verify --weights DIR [--run RUN]     (a Hugging Face folder; `megaaccum verify --weights --help`)"""

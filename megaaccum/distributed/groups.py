@@ -13,21 +13,18 @@ from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.device_mesh import DeviceMesh
 
+from megaaccum.config import RankLayout
 from megaaccum.distributed.agreement import numbers_of_all
 from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from megaaccum.config import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +198,6 @@ def for_background(timeout_minutes: float) -> dist.ProcessGroup:
 
 def default_collection() -> ProcessGroupCollection:
     """The groups that Megatron's parallel_state holds, for callers that pass none (Megatron's own training scripts)."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -277,8 +272,6 @@ def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> Dev
 
     Consecutive ranks share a replica, so that its traffic stays inside a node if it fits. Collective over the world.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     device = cpu.device().type
     ranks = dist.get_process_group_ranks(among)
     if replicas == 1:

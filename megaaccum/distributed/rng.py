@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megaaccum.platform import cpu
 
@@ -15,8 +16,6 @@ from megaaccum.platform import cpu
 def snapshot() -> dict[str, torch.Tensor]:
     """Copies of every state that dropout draws from, uint8 on the CPU: torch's ("cpu"), the device's ("cuda", if
     there is one) and those of Megatron's tracker by their names. Waits for no kernel."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     states = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     if cpu.has_accelerator():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -25,8 +24,6 @@ def snapshot() -> dict[str, torch.Tensor]:
 
 def restore(states: dict[str, torch.Tensor]) -> None:
     """Restore the states of `snapshot`; an empty one changes nothing."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     if not states:
         return
     own = {name: state.clone() for name, state in states.items()}
@@ -48,8 +45,6 @@ def seed_generators(seed: int) -> None:
 def seed_streams(key: str, current: str, names: Sequence[str], *, tp_rank: int) -> None:
     """Let torch's own generator draw from the stream `current`, and Megatron's tracker, which has these `names`, each
     from its own. A stream begins as a generator that is seeded by `key` and the stream's name."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     if names:
         get_cuda_rng_tracker().set_states(_Streams(names, key, tp_rank))
     seed_generators(_number(key, current, tp_rank))
@@ -59,8 +54,6 @@ def seed_streams(key: str, current: str, names: Sequence[str], *, tp_rank: int) 
 def branched(*, part: str = "", tp_rank: int | None = None) -> Iterator[None]:
     """Context in which the streams that `seed_streams` has seeded start over: for a part of what they were seeded for,
     or, only those of Megatron's tracker, as tp rank `tp_rank` has them. If it has seeded none, nothing changes."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     tracker = get_cuda_rng_tracker()
     before = tracker.states_
     if isinstance(before, _Streams):

@@ -8,10 +8,10 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaaccum.config import Plan, slurm
 from megaaccum.distributed import groups
@@ -20,9 +20,6 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, LaunchError
 from megaaccum.platform import cpu, determinism, gpu
 from megaaccum.schedule.registry import is_shared, set_shared_table
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaaccum.config import Plan
+from megaaccum.engine import Engine
 from megaaccum.lab.planner import auto_schedule, expected, footprint, sync_mode
 from megaaccum.lab.verification import at_start
+from megaaccum.pretrain.data.dataset import Datasets
+from megaaccum.pretrain.data.shared import SharedLoader
+from megaaccum.pretrain.metrics.expected import Expected
 from megaaccum.pretrain.model.machine import layer_kind
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.engine import Engine
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.data.shared import SharedLoader
-    from megaaccum.pretrain.metrics.expected import Expected
 
 
 def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:

@@ -18,18 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
-from megaaccum.distributed.groups import default_collection, share_reports
+from megaaccum.distributed.groups import Groups, default_collection, share_reports
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError
 from megaaccum.executor import entry
@@ -38,15 +40,9 @@ from megaaccum.model import names
 from megaaccum.optim import by_pattern
 from megaaccum.optim.chosen import OptimizerFactory, optimizer_of
 from megaaccum.platform import cpu
+from megaaccum.sharding import ShardingBackend
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.sharding import ShardingBackend
 
 
 class LoopStep:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose forward is embedding, layers, norm and head, with nothing between them that a cut would repeat."""

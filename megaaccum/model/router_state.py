@@ -8,14 +8,13 @@ backend that replaces it has to. Megatron's configuration and routers have no ty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
+from megaaccum.distributed.groups import Groups
 
 
 def begin_step(chunks: Sequence[torch.nn.Module]) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import Router
 
+from megaaccum.config import Plan
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megaaccum.config.schema import StepConfig
+from megaaccum.config.schema import StepConfig
 
 LEAST_DEVIATION = 0.05
 """A standard deviation counts as at least this share of the mean: norms that hardly move make no alarm of nothing."""

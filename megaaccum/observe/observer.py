@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megaaccum.distributed.breadcrumbs import Trace
+from megaaccum.distributed.groups import Groups
 from megaaccum.observe.memory import Activations, Holder, Memory
 from megaaccum.observe.phases import Stopwatch
 from megaaccum.observe.traffic import Count, Meter, Traffic
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.distributed.groups import Groups
 
 
 class Measured(NamedTuple):

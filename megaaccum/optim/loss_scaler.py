@@ -8,12 +8,10 @@ derives from the all-reduced norm, so no collective is needed here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaaccum.config import Plan
 from megaaccum.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 GROWTH = 2.0
 BACKOFF = 0.5

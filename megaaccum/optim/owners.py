@@ -8,10 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megaaccum.config.schema import Config
+from megaaccum.config.schema import Config
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -4,13 +4,11 @@ added is the backend's (sharding/reduction.py)."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaaccum.config import Plan
 from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 REPEATABLE: dict[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),

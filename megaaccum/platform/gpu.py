@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
 
 LOADING = "CUDA_MODULE_LOADING"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from megaaccum.config import Plan
 from megaaccum.platform import cpu
@@ -187,8 +188,6 @@ class ColdExperts:
 
 def _layers(chunks: list[torch.nn.Module], steps: int) -> list[ExpertLayer]:
     """Each layer of experts of the chunks, which from now on counts tokens over `steps` steps."""
-    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-
     layers = []
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, SequentialMLP | TEGroupedMLP):

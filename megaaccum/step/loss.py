@@ -19,17 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
 from megaaccum.errors import StepError
 from megaaccum.platform import cpu
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
 
 Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import tee
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError
 from megaaccum.step.loss import ForwardStepFunc
-
-if TYPE_CHECKING:
-    from megaaccum.config.batch import BatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,21 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaaccum.config import Plan
 from megaaccum.errors import StepError
+from megaaccum.model.fp8 import Fp8
 from megaaccum.observe import nonfinite
+from megaaccum.observe.nonfinite import Findings
 from megaaccum.observe.norm_guard import NormGuard
 from megaaccum.optim import loss_scaler
+from megaaccum.sharding import ShardingBackend
 
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.model.fp8 import Fp8
-    from megaaccum.observe.nonfinite import Findings
-    from megaaccum.sharding import ShardingBackend
-
-    Look = Callable[[], Findings | None]
-    Without = Callable[[Findings], "Attempt"]
+Look = Callable[[], Findings | None]
+Without = Callable[[Findings], "Attempt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed.agreement import describe
 from megaaccum.errors import RankDisagreement, StepError
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
 
 Microbatch = dict[str, torch.Tensor]
 """A micro-batch of `megaaccum train`: tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of

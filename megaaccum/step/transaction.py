@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.optim.lr_schedule import LrSchedule
-    from megaaccum.step.result import StepResult
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
+from megaaccum.optim.lr_schedule import LrSchedule
+from megaaccum.step.result import StepResult
 
 
 class Transaction:

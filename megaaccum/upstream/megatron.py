@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.core.tensor_parallel import layers, mappings
 
 from megaaccum.upstream.adam import adam_views, moments, optimizer_tensors, set_adam_step
 from megaaccum.upstream.megatron_training import gpt_builder as builder
@@ -27,23 +29,20 @@ def check() -> list[str]:
     latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
     is being reduced and registers each gradient, parallel_state's groups are globals, and a plan's dense layer has no
     norm after it. Sentences on those that this version lacks; empty when all is well."""
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.models.gpt import fine_grained_callables as plans
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     wanted: list[tuple[Any, str, str]] = [
         (plans, "return layer._forward_mlp(", "plans norm dense layers' outputs"),
         (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection(",
          "MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection"),
-        (_ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle",
+        (param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle",
          "_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle"),
         (DistributedDataParallel, ".register_grad_ready(",
          "DistributedDataParallel calls no register_grad_ready when it has added a gradient"),
     ]  # fmt: skip
     keywords = ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel=")
-    for cls in (ColumnParallelLinear, RowParallelLinear):
+    for cls in (layers.ColumnParallelLinear, layers.RowParallelLinear):
         wanted += [(cls.forward, name, f"{cls.__name__}.forward has no {name}") for name in keywords]
     sources = {owner: inspect.getsource(owner) for owner in {owner for owner, *_ in wanted}}
     problems = [text for owner, name, text in wanted if name not in sources[owner]]
@@ -88,9 +87,7 @@ def has_fused_softmax() -> bool:
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:
     """Whether this is one of Megatron-core's own (not Transformer Engine's) tensor-parallel linear layers."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    return isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    return isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear)
 
 
 def set_linear_forward(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
@@ -104,8 +101,6 @@ def linear_forward(*, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Megatron-core's own product of a parallel linear layer. After a frozen weight (megatron-core 0.19:
     LinearWithFrozenWeight) it gives a trained bias no gradient, so the bias is added here. Its row-parallel layer names
     no tp group, of which rank 0 would warn in each product (60 us each, also when the warning is not shown)."""
-    from megatron.core.tensor_parallel import layers
-
     if arguments.get("tp_group") is None and parallel_state.is_initialized():
         arguments["tp_group"] = parallel_state.get_tensor_model_parallel_group()
 
@@ -122,8 +117,6 @@ def sum_rotated_key(attention: Any) -> None:
     All heads share that part, so each tp rank's backward has the sum over its own heads alone, and Megatron-core 0.19
     sums it no further unless its latents are whole and cut along the sequence (Megatron-LM#1699).
     """
-    from megatron.core.tensor_parallel import mappings
-
     config, group = attention.config, attention.tp_group
     widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     project = type(attention)._qkv_down_projection
@@ -231,8 +224,6 @@ def reduce_scatter(reduce_scatter: Callable[..., Any] | None = None) -> None:
     (reduce_scatter_with_fp32_accumulation) puts its own there when it is built, and leaves it; another one without
     would then not wait for the sum.
     """
-    from megatron.core.distributed import param_and_grad_buffer
-
     param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter or torch.distributed.reduce_scatter_tensor
 
 
@@ -260,8 +251,6 @@ def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
     Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run). It reduces
     by the reduce-scatter of now, whatever one another engine has set until then."""
-    from megatron.core.distributed import param_and_grad_buffer
-
     mine = param_and_grad_buffer.dist_reduce_scatter_func
 
     def watch(group: Any) -> None:

@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.schema import ShardingConfig
+from megaaccum.config import Plan
+from megaaccum.config.schema import ShardingConfig
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 """Per element."""

@@ -19,28 +19,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaaccum.config import Plan
+from megaaccum.config.batch import BatchPlan
 from megaaccum.config.resolve import flush_problems
 from megaaccum.config.rules.step import is_random, verifies_start
 from megaaccum.distributed.agreement import gathered, raise_together
+from megaaccum.engine import Engine
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.compare import MODEL_UNIT, UNIT
 from megaaccum.lab.verification.relations import CLOSE, factor_of, name_of_factor, sizes_of
 from megaaccum.model.names import named_parameters
 from megaaccum.platform import cpu
+from megaaccum.pretrain.data.dataset import Datasets
+from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.training.evaluation import loader_of
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.config.batch import BatchPlan
-    from megaaccum.engine import Engine
-    from megaaccum.pretrain.data.dataset import Datasets
-    from megaaccum.pretrain.data.shared import SharedLoader
-    from megaaccum.step.recovery import Attempt
+from megaaccum.step.recovery import Attempt
 
 NUM_PROJECTIONS = 8
 _BLOCK = 1 << 19

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.groups import Groups
+from megaaccum.lab.verification.records import Observed, Reference
 from megaaccum.lab.verification.relations import factor_of
 from megaaccum.model.names import over_stages
-
-if TYPE_CHECKING:
-    from megaaccum.config import Plan
-    from megaaccum.distributed.groups import Groups
-    from megaaccum.lab.verification.records import Observed, Reference
 
 SENT, RECEIVED = "sends", "receives"
 _LAYER = re.compile(r"(?:|.*\.)layers\.\d+")

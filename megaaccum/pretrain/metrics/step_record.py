@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megaaccum.observe.memory import Memory
-    from megaaccum.observe.traffic import Traffic
+from megaaccum.observe.memory import Memory
+from megaaccum.observe.traffic import Traffic
 
 OF_A_STEP = ("data", "agree", "gather", "forward_backward", "reduce", "optimizer", "other")
 """Phases of the log that make a step's seconds. data: the wait for micro-batches. agree: ranks compare what they are
