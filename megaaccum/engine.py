@@ -376,7 +376,7 @@ class Engine:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
         of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
         raise_on_all_ranks(resume.check_kept, self._unkept)
-        with self.groups.current():
+        with self.groups.current(), self.train_steps.before_open():
             return save_load.save(
                 folder, self.backend, self.groups, self.progress(), keep_last=keep_last, buffers=self.buffers
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.distributed.agreement import Agreed, check_agreement
+from megaaccum.distributed.agreement import Agreed, check_agreement, raise_together
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed, nearest_multiples
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
@@ -130,6 +130,14 @@ def _thawed(steps: TrainStep) -> StepError | None:
         f"requires_grad of {listed(changed)} has changed since initialize, which built the optimizer and the reductions"
         " for what it was: set it back, or initialize another engine on a new model"
     )
+
+
+def with_lengths_or_raise(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:
+    """`with_lengths`, whose error is raised on every rank. Collective over the world, where lengths vary."""
+    batch, unknown = with_lengths(batch, plan, pp)
+    if plan.config.batch.variable_seq_lengths:
+        raise_together(unknown)
+    return batch
 
 
 def with_lengths(

@@ -13,7 +13,7 @@ import torch
 from megaaccum.distributed.agreement import raise_together
 from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import MegaaccumError
-from megaaccum.step import world_sums
+from megaaccum.step import call_agreement, world_sums
 from megaaccum.step.loss import Divisor, Tally, spread_over_batch
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.step.train_step import OpenStep, TrainStep
@@ -22,6 +22,7 @@ from megaaccum.step.train_step import OpenStep, TrainStep
 def forward(steps: TrainStep, batch: Microbatches) -> Tally:
     """The loss functions' values of `batch`; empty but on ranks of the last stage."""
     steps.drop_begun()
+    batch = call_agreement.with_lengths_or_raise(batch, steps.plan, steps.groups.pp)
     steps.backend.gather()
     before = steps.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
     steps.fp8.begin_attempt()

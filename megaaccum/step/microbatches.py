@@ -70,14 +70,15 @@ class Microbatches:
             **cut,
         )
 
-    def without(self, dropped: Mapping[int, tuple[Any, int | None]]) -> Microbatches:
-        """These micro-batches with others, of weight zero, in place of some: {index in the step: (what replaces it, its
-        length if that is another)}."""
-        mine = {index - self.first: each for index, each in dropped.items() if 0 <= index - self.first < self.count}
+    def without(self, replaced: Mapping[int, Any], other_length: Mapping[int, int] | None = None) -> Microbatches:
+        """These micro-batches with others, of weight zero, in place of some: {index in the step: what replaces it}.
+        other_length: by the same index, of those that are as long as another one."""
+        mine = {index - self.first: each for index, each in replaced.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self
-        data = [mine.get(index, (each,))[0] for index, each in enumerate(self.data)]
-        lengths = self.lengths and [mine.get(index, (0, None))[1] or each for index, each in enumerate(self.lengths)]
+        data = [mine.get(index, each) for index, each in enumerate(self.data)]
+        others = other_length or {}
+        lengths = self.lengths and [others.get(self.first + i, length) for i, length in enumerate(self.lengths)]
         weights = self.weights and [0.0 if index in mine else each for index, each in enumerate(self.weights)]
         return replace(self, data=data, lengths=lengths, weights=weights, dummies=self.dummies | mine.keys())
 

@@ -38,14 +38,13 @@ def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) ->
     bad = findings.bad_microbatches()
     mine = set(bad.get(steps.groups.dp.rank(), []))
     opened.restore()
-    every = {
-        batch.first + i: (each, batch.lengths[i] if batch.lengths else None)
-        for batch in opened.calls
-        for i, each in enumerate(batch.data)
-    }
-    healthy = [each for index, each in every.items() if index not in mine]
-    replaced = {index: short_batch.stand_in(every[index][0], healthy) for index in mine}
-    calls = [replace(batch.without(replaced), total_weight=None) for batch in opened.calls]
+    every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
+    lengths = {batch.first + i: length for batch in opened.calls for i, length in enumerate(batch.lengths or ())}
+    healthy = next((index for index in every if index not in mine), -1)
+    replaced = {index: short_batch.stand_in(every[index], every.get(healthy)) for index in mine}
+    others = [index for index, each in replaced.items() if healthy in lengths and each is every[healthy]]
+    other_length = dict.fromkeys(others, lengths.get(healthy, 0))
+    calls = [replace(batch.without(replaced, other_length), total_weight=None) for batch in opened.calls]
     steps.begin_attempt(opened, world_sums.divisor_of(steps, calls, alone=opened.divisor.total is not None))
     for number, batch in enumerate(calls):
         steps.flush(opened, batch, reduce=number == len(calls) - 1 or not steps.backend.can_defer)

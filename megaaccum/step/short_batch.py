@@ -48,15 +48,12 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, poli
     return f"of {wanted} micro-batches {short} (short_batch: {policy})"
 
 
-def filled(
-    microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan
-) -> tuple[Sequence[Microbatch], frozenset[int]]:
-    """`microbatches` with dummies after them up to the number of `batch`, and the dummies' indices."""
-    count, wanted = len(microbatches), batch.num_microbatches
-    if count == wanted:
-        return microbatches, frozenset()
-    dummy = stand_in(microbatches[0], [(microbatches[0], None)])[0] if microbatches else _new_dummy(plan)
-    return [*microbatches, *[dummy] * (wanted - count)], frozenset(range(count, wanted))
+def filled(microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan) -> Sequence[Microbatch]:
+    """`microbatches` with dummies after them up to the number of `batch`."""
+    if len(microbatches) == batch.num_microbatches:
+        return microbatches
+    dummy = stand_in(microbatches[0], microbatches[0]) if microbatches else _new_dummy(plan)
+    return [*microbatches, *[dummy] * (batch.num_microbatches - len(microbatches))]
 
 
 def dummy_of(microbatch: Microbatch) -> Microbatch:
@@ -65,13 +62,12 @@ def dummy_of(microbatch: Microbatch) -> Microbatch:
     return {**microbatch, **{name: torch.zeros_like(each) for name, each in present.items()}}
 
 
-def stand_in(bad: Any, healthy: Sequence[tuple[Any, int | None]]) -> tuple[Any, int | None]:
-    """(the micro-batch that runs in place of `bad`, with a weight of zero; its length, None for that of `bad`): a dummy
-    of its shape. If the user defines the format, it is the first of `healthy`; if that is empty, `bad` itself, and the
-    step is skipped."""
-    if isinstance(bad, dict) and bad.keys() >= set(_ZEROED) and (not healthy or bad.keys() <= _OURS):
-        return dummy_of(bad), None
-    return healthy[0] if healthy else (bad, None)
+def stand_in(bad: Any, healthy: Any | None) -> Any:
+    """The micro-batch that runs in place of `bad`, with a weight of zero: a dummy of its shape. If the user defines the
+    format, it is `healthy`, another one; without that it is `bad` itself, and the step is skipped."""
+    if isinstance(bad, dict) and bad.keys() >= set(_ZEROED) and (healthy is None or bad.keys() <= _OURS):
+        return dummy_of(bad)
+    return bad if healthy is None else healthy
 
 
 def _new_dummy(plan: Plan) -> Microbatch:

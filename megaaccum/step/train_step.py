@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import any_rank, raise_together
+from megaaccum.distributed.agreement import any_rank
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, MegaaccumError, StepError
@@ -194,12 +194,10 @@ class TrainStep:
         """A whole step's: with dummies up to the planned number, and with the lengths that only some stages know.
         Raises on every rank if none does. batch: what has been read of them."""
         if batch is None:
-            filled, dummies = short_batch.filled(microbatches, self.plan, self.batch)
-            batch = self.batch_of(filled).without({index: (filled[index], None) for index in dummies})
-        batch, unknown = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
-        if self.plan.config.batch.variable_seq_lengths:
-            raise_together(unknown)
-        return batch
+            filled = short_batch.filled(microbatches, self.plan, self.batch)
+            dummies = {index: filled[index] for index in range(len(microbatches), len(filled))}
+            batch = self.batch_of(filled).without(dummies)
+        return call_agreement.with_lengths_or_raise(batch, self.plan, self.groups.pp)
 
     def open(self, step: int, divisor: Callable[[], Divisor]) -> OpenStep:
         """Note the state that a skipped step goes back to, gather the parameters and begin with no gradient. divisor:
@@ -431,6 +429,19 @@ class TrainStep:
         self.opened.tally.add(weight)
         self.opened.reduced = True
 
+    @contextmanager
+    def before_open(self) -> Iterator[None]:
+        """Context in which random states and FP8 scales are those of before the open step, if there is one. Ends a
+        step that has begun before its call."""
+        self.drop_begun()
+        go_back = self._restorer()
+        if self.opened is not None:
+            self.opened.restore()
+        try:
+            yield
+        finally:
+            go_back()
+
     def abandon(self) -> None:
         """Drop the gradients of the open step, if there is one, and go back to the random states of before it.
         Collective over the world."""
@@ -463,6 +474,7 @@ class TrainStep:
         cut, default as planned. sample_index: the number in the global batch of each, if it is not the planned one."""
         if self.opened is not None:
             raise StepError(f"step {self.opened.step} is open: end it with optim_step before a trial").printed_once()
+        self.drop_begun()
         self._trial_batch = batch
         try:
             found = self._whole(microbatches)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, said
+from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, forward_step, said
 
 BATCH = dict(micro_batch_size=1, seq_length=16, pp_microbatches=4)
 MODES: dict[str, dict] = {
@@ -194,6 +194,37 @@ def test_an_open_step(tmp_path):
         assert (seen.pop("evaluate"), seen.pop("forward")) == (32.0, 4)
         assert seen.pop("optim_step after load") == NO_GRADIENT
         assert set(seen.values()) == {True}, seen
+
+
+def draws(data_iterator, chunk):
+    import torch
+
+    torch.rand(1)
+    return forward_step(data_iterator, chunk)
+
+
+def random_states(folder: str) -> dict[str, bool]:
+    """Whether random states, of which forwards draw, are those of before an open step in its checkpoint, and after it
+    those that it has drawn on."""
+    import torch
+
+    from megaaccum.checkpoint import save_load
+    from megaaccum.distributed import rng
+
+    made = engine(lambda rank: chunk_of(0, 1), keys=dict(batch=BATCH, run=dict(rng="megatron"), **MODES["ddp"]))
+    data, before = own_batches(), rng.snapshot()["cpu"]
+    made.forward_backward(data[:1], forward_step_func=draws)
+    drawn = rng.snapshot()["cpu"]
+    saved = made.save(folder)
+    seen = {"kept": torch.equal(rng.snapshot()["cpu"], drawn), "has drawn": not torch.equal(before, drawn)}
+    reader = save_load.CheckpointReader(saved, save_load.read_progress(saved).metadata_sha256)
+    key = f"rng/pp0/dp{torch.distributed.get_rank()}/tp0/cpu"
+    return seen | {"saved": torch.equal(reader.read([key])[key], before)}
+
+
+def test_an_open_step_is_saved_with_the_random_states_of_before_it(tmp_path):
+    for seen in run_ranks(random_states, 2, str(tmp_path), timeout=90):
+        assert seen == {"kept": True, "has drawn": True, "saved": True}
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "layout" not in MODES[mode]])

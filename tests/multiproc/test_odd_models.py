@@ -403,6 +403,37 @@ def test_a_bad_microbatch_of_a_users_own_format_is_left_out(lengths: list[int], 
         assert found["got"] == pytest.approx(found["wanted"], rel=1e-12)
 
 
+def forwards_of(schedule: str) -> tuple[list[float], list[float]]:
+    """The losses of an evaluation and of a forward, and that of a step on the same, whose micro-batches differ in their
+    lengths, which only the first rank knows."""
+    import torch
+
+    def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        def loss_func(out: Any) -> tuple[Any, Any, dict[str, Any]]:
+            return out.square().sum(), torch.tensor(float(len(out))), {"total": out.square().sum()}
+
+        return chunk(next(data_iterator)["x"]), loss_func
+
+    rank, lengths = torch.distributed.get_rank(), [1, 3, 2, 4, 4, 2, 1, 3]
+    torch.manual_seed(7)
+    every = [{"x": torch.randn(length, 1, WIDTH)} for length in lengths]
+    for each, length in zip(every, lengths if rank == 0 else (), strict=rank == 0):
+        each["tokens"] = torch.zeros(1, length).long()
+    batch = dict(variable_seq_lengths=True, global_batch_size=len(lengths))
+    plan = plan_of(pp=2, schedule=schedule, batch=batch)
+    chunks = [stage(number, plan.layout.num_stages, "") for number in plan.layout.stages(rank)]
+    made = engine_on(plan, chunks, forward_step_func=step)
+    found = [made.evaluate(every)[0]]
+    found.append(sum(float(each["total"]) for each in made.forward(every, broadcast=True)) / sum(lengths))
+    return found, [made.train_step(every).loss] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_lengths_that_one_stage_knows_are_those_of_all_in_forwards_too(schedule: str):
+    for found, loss in run_ranks(forwards_of, 2, schedule):
+        assert found == pytest.approx(loss, rel=1e-6)
+
+
 def after_backwards_of_the_users(backend: str) -> list[tuple[float, float]]:
     """(norm of a step, that of one process) after the user's own backwards: before `initialize`, and between steps."""
     import torch

@@ -156,8 +156,8 @@ def test_counts_of_microbatches() -> None:
 
 def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
     padding = plan(pp_microbatches=4, short_batch="pad", reset_attention_mask=True)
-    padded, dummies = filled([], padding, padding.batch)
-    assert dummies == {0, 1, 2, 3}
+    padded = filled([], padding, padding.batch)
+    assert len(padded) == 4
     assert {name: tuple(each.shape) for name, each in padded[0].items()} == {
         "tokens": (1, 64), "labels": (1, 64), "loss_mask": (1, 64), "position_ids": (1, 64),
         "document_starts": (1, 64),
