@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
 from megaaccum.model.attention import causal_mask, whole_sequence
 from megaaccum.model.torch_chunk import layers_of
+from megaaccum.platform.replacing import replaced
 
 _OTHER_LAYERS = "needs Megatron's local layers: set transformer_impl to local, and attention_backend to auto or fused"
 
@@ -379,7 +379,7 @@ def balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.T
         tokens, columns = routing_map.shape  # columns: experts, or those of each row
         return counts.view(-1, columns).sum(dim=0), tokens * cut.count, tokens * cut.blocks
 
-    with patch.multiple(router_module, get_tokens_per_expert_and_token_count=of_sequence):
+    with replaced(router_module, get_tokens_per_expert_and_token_count=of_sequence):
         return forward(hidden, *args, **keys)
 
 

@@ -47,7 +47,7 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
 
 
 def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> list[lr_schedule.ParamGroup]:
-    """The groups; none of the backends starts on ranks without any."""
+    """The groups. Raises ConfigError without any."""
     named = list(names.named_parameters(chunks))
     groups = lr_schedule.param_groups(
         named,
@@ -59,12 +59,19 @@ def _trained(plan: Plan, chunks: list[torch.nn.Module], matrices: set[str]) -> l
         others=_others(plan),
     )
     if not groups:
-        raise ConfigError(
-            f"all {len(named)} parameters of this pipeline rank are frozen, and each rank has to train some: give it a"
-            " trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or set"
-            f" pipeline_model_parallel_size {plan.layout.pp} lower."
+        raise untrained(
+            len(named),
+            "give it a trained layer as well (decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers), or"
+            f" set pipeline_model_parallel_size {plan.layout.pp} lower.",
         )
     return groups
+
+
+def untrained(num_params: int, remedy: str) -> ConfigError:
+    """The error of a pipeline rank that trains none of its parameters: none of the backends starts there."""
+    found = f"all {num_params} parameters of this pipeline rank are frozen"
+    found = found if num_params else "this pipeline rank has no parameter"
+    return ConfigError(f"{found}, and each rank has to train some: {remedy}")
 
 
 def decoupled_rates(config: Config) -> dict[str, float] | None:

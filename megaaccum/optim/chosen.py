@@ -108,11 +108,8 @@ def _check_own(optimizer: torch.optim.Optimizer, plan: Plan, chunks: list[torch.
 
 
 def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """The parameters that an optimizer is given. Raises ConfigError without any: none of the backends starts there."""
+    """The parameters that an optimizer is given. Raises ConfigError without any."""
     params = [param for _, param in names.named_parameters(chunks)]
     if trained := [param for param in params if param.requires_grad]:
         return trained
-    raise ConfigError(
-        f"all {len(params)} parameters of this pipeline rank are frozen, and each rank has to train some: cut the model"
-        " so that each stage has a trained parameter"
-    )
+    raise adamw.untrained(len(params), "cut the model so that each stage has a trained parameter")

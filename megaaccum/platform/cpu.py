@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megaaccum.platform.replacing import replaced
+
 if TYPE_CHECKING:
     import torch
 
@@ -85,14 +87,12 @@ def without_compiler() -> Iterator[None]:
     if has_accelerator():
         yield
         return
-    from unittest.mock import patch
-
     import torch
 
     def compile(model: Any = None, **keys: Any) -> Any:
         return (lambda function: function) if model is None else model
 
-    with patch.multiple(torch, compile=compile):
+    with replaced(torch, compile=compile):
         yield
         from megatron.core import jit
 
@@ -102,8 +102,6 @@ def without_compiler() -> Iterator[None]:
 def cuda_type_names() -> contextlib.AbstractContextManager[None]:
     """Context in which `tensor.type()` names CPU tensors as CUDA's, if there is no GPU: Megatron's distributed
     optimizer sorts parameters by that name when it is built."""
-    from unittest.mock import patch
-
     import torch
 
     if has_accelerator():
@@ -114,7 +112,7 @@ def cuda_type_names() -> contextlib.AbstractContextManager[None]:
         result = plain(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    return patch.multiple(torch.Tensor, type=cuda_name)
+    return replaced(torch.Tensor, type=cuda_name)
 
 
 def _hide_gpu_extensions() -> None:

@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megaaccum.config import Plan
 from megaaccum.config.rules import moe
-from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.agreement import numbers_of_all
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor import wgrad
@@ -128,13 +128,11 @@ def _mark_problems(plan: Plan, chunks: Sequence[torch.nn.Module]) -> Iterator[st
 def check_same_on_ranks(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError on every rank if ranks of a stage have built different numbers of experts. Collective over the
     world."""
-    mine = groups.pp.rank(), sum(param.numel() for param in of_chunks(chunks))
-    everyone = gathered(mine)
-    for stage in sorted({stage for stage, _ in everyone}):
-        by_count: dict[int, list[int]] = {}
-        for rank, (at, count) in enumerate(everyone):
-            if at == stage:
-                by_count.setdefault(count, []).append(rank)
+    of_ranks = numbers_of_all([groups.pp.rank(), sum(param.numel() for param in of_chunks(chunks))])
+    by_stage: dict[int, dict[int, list[int]]] = {}
+    for rank, (stage, count) in enumerate(zip(*of_ranks, strict=True)):
+        by_stage.setdefault(stage, {}).setdefault(count, []).append(rank)
+    for stage, by_count in sorted(by_stage.items()):
         if len(by_count) > 1:
             held = ", ".join(f"ranks {ranks} hold {count}" for count, ranks in sorted(by_count.items()))
             raise ConfigError(

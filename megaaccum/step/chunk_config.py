@@ -29,7 +29,6 @@ def prepare_together(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Modul
     """`prepare` on every rank, and compare what ranks have built. Collective over the world; raises ConfigError on
     every rank."""
     raise_on_all_ranks(prepare, plan, groups, chunks)
-    raise_on_all_ranks(check_tied_copies, groups, chunks)
     if plan.layout.pp > 1:
         raise_on_all_ranks(check_stages, groups, chunks)
     experts.check_same_on_ranks(groups, chunks)
@@ -83,25 +82,10 @@ def _answer_schedules(chunk: Any) -> None:
         decoder.layers = ()  # type: ignore[assignment]  # no module
 
 
-def check_tied_copies(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise ConfigError on the first and the last stage where one trains its copy of a tied embedding and the other
-    does not: only one would come to add them up. Collective over the embedding group."""
-    group = groups.embedding
-    if group is None or group.size() == 1:
-        return
-    is_trained = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
-    everyone = gathered(is_trained, group)
-    if len(set(everyone)) > 1:
-        trained, frozen = ("first", "last") if everyone[0] else ("last", "first")
-        raise ConfigError(
-            f"the {trained} stage trains its copy of the tied embedding and the {frozen} does not: set requires_grad of"
-            " both alike, or share_embeddings_and_output_weights=False"
-        )
-
-
 def check_stages(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError where two stages have a parameter of one name, which a checkpoint and `whole_weights` would
-    hold once, or send each other different dtypes. Collective over the pipeline."""
+    hold once, send each other different dtypes, or one of the first and the last trains its copy of a tied embedding
+    and the other does not: only one would come to add them up. Collective over the pipeline."""
     named = [
         (groups.stage(number), name)
         for number, chunk in enumerate(chunks)
@@ -109,14 +93,21 @@ def check_stages(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
         if not names.is_tied(param)
     ]
     sent = str(getattr(chunks[0].config, "pipeline_dtype", None)).removeprefix("torch.")
-    everyone = gathered((named, sent), groups.pp)
-    count = Counter(name for stage_names, _ in everyone for _, name in set(stage_names))
+    trains_copy = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
+    named_on, sent_by, trains = zip(*gathered((named, sent, trains_copy), groups.pp), strict=True)
+    if groups.embedding is not None and trains[0] != trains[-1]:  # a V has both copies on one rank
+        trained, frozen = ("first", "last") if trains[0] else ("last", "first")
+        raise ConfigError(
+            f"the {trained} stage trains its copy of the tied embedding and the {frozen} does not: set requires_grad of"
+            " both alike, or share_embeddings_and_output_weights=False"
+        )
+    count = Counter(name for on_rank in named_on for _, name in set(on_rank))
     if twice := sorted(name for name, stages in count.items() if stages > 1):
         raise ConfigError(
             f"several stages have a parameter {listed(twice)}: give each chunk a name_in_model such as 'stages.3.', or"
             " the layers in its ModuleList `layers` a layer_number, from 1 over the whole model"
         )
-    if len(dtypes := dict.fromkeys(sent for _, sent in everyone)) > 1:
+    if len(dtypes := dict.fromkeys(sent_by)) > 1:
         raise ConfigError(
             f"stages of the pipeline send {' and '.join(dtypes)}: build their parameters in one dtype, or give their"
             " config one pipeline_dtype"

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.tensor_parallel import layers, mappings
 
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream.adam import adam_views, moments, optimizer_tensors, set_adam_step
 from megaaccum.upstream.megatron_training import gpt_builder as builder
 
@@ -175,7 +175,7 @@ def weigh_predictions_over_cp() -> None:
         mask = torch.ones_like(labels) if loss_mask is None else loss_mask
         mask = mask if mask.is_floating_point() else mask.float()
         whole = SimpleNamespace(sum=lambda: summed(mask.sum()))  # all that is asked of it before it is rolled
-        with patch.multiple(prediction, roll_tensor=rolled), patch.multiple(logger, save_metrics_to_tracker=logged):
+        with replaced(prediction, roll_tensor=rolled), replaced(logger, save_metrics_to_tracker=logged):
             return process(config=config, labels=labels, loss_mask=whole, cp_group=cp_group, **given)
 
     gpt_model.process_mtp_loss = over_cp
@@ -323,4 +323,4 @@ def adopt(optimizer: Any, num_steps: int) -> None:
 def mtp_spec_of_builder(spec: Any) -> AbstractContextManager[None]:
     """Context in which Megatron's GPTModelBuilder builds prediction layers of this spec (None for none). Its own has
     Megatron's norms and this rank's stage from parallel_state, and there is no argument for another."""
-    return patch.multiple(builder, mtp_block_spec=lambda *_, **__: spec)
+    return replaced(builder, mtp_block_spec=lambda *_, **__: spec)

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
-from unittest.mock import patch
 
 from megaaccum.platform import cpu, quiet
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream.lookup import absent
 
 with quiet.root_logger_kept():
@@ -117,7 +117,7 @@ def in_place_of(**names: Callable[..., Any]) -> Iterator[None]:
     assert names.keys() <= modules.keys(), f"{names.keys()} are not all names of Megatron's loop"
     with ExitStack() as stack:
         for name, ours in names.items():
-            stack.enter_context(patch.object(modules[name], name, ours))
+            stack.enter_context(replaced(modules[name], **{name: ours}))
         yield
 
 
@@ -146,7 +146,7 @@ def answer_for_cuda() -> None:
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         # Megatron makes groups and random states only if it counts a device.
-        with patch.multiple(cuda, device_count=lambda: 1):
+        with replaced(cuda, device_count=lambda: 1):
             return initialize(*args, **(kwargs | {"allow_no_cuda": True}))
 
     training.initialize_megatron = initialize_megatron

@@ -18,12 +18,12 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy as np
 
 from megaaccum.config.plan import Plan
 from megaaccum.errors import ConfigError, DataError
+from megaaccum.platform.replacing import replaced
 from megaaccum.pretrain.data import chat_rows, fim
 from megaaccum.pretrain.data.files import digest_of, disk_errors, locked, make_once, staging_folder, with_suffix
 from megaaccum.pretrain.data.indexed import IndexedPair, check_ids, check_tables, open_pair
@@ -493,6 +493,6 @@ def _no_process_group() -> Iterator[None]:
     def is_seen() -> bool:
         return builder is not threading.main_thread() and builder is not threading.current_thread() and is_there()
 
-    with patch.multiple(torch.distributed, is_initialized=is_seen), warnings.catch_warnings():
+    with replaced(torch.distributed, is_initialized=is_seen), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Could not determine rank")  # for want of a group and of $RANK
         yield

@@ -20,6 +20,7 @@ import torch
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.platform.replacing import replaced
 from megaaccum.pretrain.weights import config_json
 from megaaccum.pretrain.weights.rows import Rows, rows_of, theirs_of
 
@@ -98,7 +99,7 @@ class DeepSpeedFolder:
         is_moment, parse = kind != "param", zero_to_fp32.parse_optim_states
         if is_moment:
             parse = partial(_moments, parse, kind)
-        with _only_tensors(self.folder), patch.object(zero_to_fp32, "parse_optim_states", parse):
+        with _only_tensors(self.folder), replaced(zero_to_fp32, parse_optim_states=parse):
             found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
                 str(self.folder.parent), self.folder.name, exclude_frozen_parameters=is_moment, lazy_mode=True
             )

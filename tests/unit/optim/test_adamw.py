@@ -27,3 +27,10 @@ def test_apex_steps_plain_memory_alone(monkeypatch: pytest.MonkeyPatch, backend:
     )
     config = SimpleNamespace(optimizer=keys, sharding=sharding)
     assert adamw.build(SimpleNamespace(config=config), []) == kind  # type: ignore[arg-type, comparison-overlap]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "has no parameter, and"), (26, "all 26 parameters of this pipeline rank are")]
+)
+def test_a_rank_that_trains_nothing_is_told_what_it_has(count: int, words: str):
+    assert words in str(adamw.untrained(count, "cut the model"))

@@ -30,6 +30,7 @@ from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, check_number, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
+from megaaccum.platform.replacing import replaced
 from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
@@ -345,8 +346,8 @@ def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
     """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
     import torch
 
-    gpu = patch.multiple(torch.cuda, get_device_capability=lambda *_: (9, 0))
-    te = patch.multiple(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
+    gpu = replaced(torch.cuda, get_device_capability=lambda *_: (9, 0))
+    te = replaced(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
     silence = contextlib.redirect_stdout(io.StringIO())
     with patch.dict(os.environ, environment), gpu, te, warnings.catch_warnings(), silence:
         warnings.simplefilter("ignore")
@@ -404,5 +405,5 @@ def _without_post_init() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for kind in (MLATransformerConfig, TransformerConfig, ModelParallelConfig):  # a base class last
-            stack.enter_context(patch.multiple(kind, __post_init__=lambda self: None))
+            stack.enter_context(replaced(kind, __post_init__=lambda self: None))
         yield
