@@ -262,15 +262,18 @@ class Engine:
         The call that completes the `engine.batch` micro-batches of a step reduces gradients inside its last backward.
         """
         with self._guarded(trains=True):
-            batch = self.train_steps.batch_of(
-                data, forward_step_func, count=num_microbatches, weights=weights, expected=expected_tokens,
-                lengths=lengths,
-            )  # fmt: skip
-            if self.plan.config.batch.static_graph and len(batch) != self.batch.num_microbatches:
-                raise ConfigError(
-                    f"static_graph true: a call takes the {self.batch.num_microbatches} micro-batches of a step, not"
-                    f" {len(batch)}: give it all of them, or set static_graph to false"
-                )
+            try:
+                batch = self.train_steps.batch_of(
+                    data, forward_step_func, count=num_microbatches, weights=weights, expected=expected_tokens,
+                    lengths=lengths,
+                )  # fmt: skip
+                if self.plan.config.batch.static_graph and len(batch) != self.batch.num_microbatches:
+                    raise ConfigError(
+                        f"static_graph true: a call takes the {self.batch.num_microbatches} micro-batches of a step,"
+                        f" not {len(batch)}: give it all of them, or set static_graph to false"
+                    )
+            except ConfigError as error:
+                self.train_steps.refuse(error)
             self.train_steps.forward_backward(batch, total=total_weight)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
@@ -291,7 +294,8 @@ class Engine:
         in order, on the ranks of the last stage; elsewhere an empty list, or with `broadcast` the same reports on every
         rank of the pipeline. The open step, if any, is left as it is."""
         with self._guarded():
-            batch = self.train_steps.batch_of(data, forward_step_func, count=num_microbatches, lengths=lengths)
+            read = self.train_steps.batch_of
+            batch = raise_on_all_ranks(read, data, forward_step_func, count=num_microbatches, lengths=lengths)
             reports = evaluation.forward(self.train_steps, batch).reports
             last = 0 if self.plan.layout.placement == "v" else self.groups.pp.size() - 1
             return process_groups.share_reports(reports, self.groups.pp, last) if broadcast else reports

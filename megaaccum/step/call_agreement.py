@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaaccum.distributed.agreement import Agreed, check_agreement, raise_together
+from megaaccum.distributed.agreement import Agreed, check_agreement, raise_on_all_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed, nearest_multiples
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
@@ -132,45 +132,37 @@ def _thawed(steps: TrainStep) -> StepError | None:
     )
 
 
-def with_lengths_or_raise(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:
-    """`with_lengths`, whose error is raised on every rank. Collective over the world, where lengths vary."""
-    batch, unknown = with_lengths(batch, plan, pp)
-    if plan.config.batch.variable_seq_lengths:
-        raise_together(unknown)
-    return batch
+def with_lengths(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:
+    """`batch` with the lengths that some stage of this pipeline knows. Collective over the world, where lengths vary;
+    raises ConfigError or RankDisagreement on every rank."""
+    return raise_on_all_ranks(_agreed_lengths, batch, plan, pp) if plan.config.batch.variable_seq_lengths else batch
 
 
-def with_lengths(
-    batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup
-) -> tuple[Microbatches, MegaaccumError | None]:
-    """`batch` with the lengths that some stage of this pipeline knows, or why there are none. Collective over the
-    pipeline, where lengths vary."""
-    if not plan.config.batch.variable_seq_lengths:
-        return batch, None
+def _agreed_lengths(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:
     known = [0] * len(batch) if batch.lengths is None else list(batch.lengths)
     limits = torch.tensor([known, [-length if length else -_LONGEST for length in known]], device=cpu.device())
     torch.distributed.all_reduce(limits, op=torch.distributed.ReduceOp.MAX, group=pp)
     most, least = limits[0].tolist(), (-limits[1]).tolist()
     longest = plan.batch.seq_length
     if 0 in most and pp.size() == 1:  # nothing is received
-        return batch, None
+        return batch
     if 0 in most:
-        return batch, ConfigError(
+        raise ConfigError(
             "variable_seq_lengths: no stage of the pipeline knows the lengths: give micro-batches with tokens or"
-            " input_ids, or call forward_backward with lengths="
+            " input_ids, or call with lengths="
         )
     if most != least:
-        return batch, RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
+        raise RankDisagreement(f"stages of a pipeline have other lengths: {least} and {most}")
     if max(most) > longest:
-        return batch, ConfigError(f"a micro-batch has {max(most)} tokens, but seq_length is {longest}: raise it")
+        raise ConfigError(f"a micro-batch has {max(most)} tokens, but seq_length is {longest}: raise it")
     for key, pieces in (cuts := _cuts_of_sequences(plan)).items():
         if uneven := [length for length in most if length % pieces]:
             padded = nearest_multiples(uneven[0], math.lcm(*cuts.values()))[-1]
-            return batch, ConfigError(
+            raise ConfigError(
                 f"a micro-batch has {uneven[0]} tokens, which {key} cuts into {pieces} equal pieces: pad it to {padded}"
             )
     tokens = [plan.batch.micro_batch_size * length for length in most]
-    return replace(batch, lengths=most, tokens=tokens), None
+    return replace(batch, lengths=most, tokens=tokens)
 
 
 def _cuts_of_sequences(plan: Plan) -> dict[str, int]:

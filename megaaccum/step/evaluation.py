@@ -22,7 +22,7 @@ from megaaccum.step.train_step import OpenStep, TrainStep
 def forward(steps: TrainStep, batch: Microbatches) -> Tally:
     """The loss functions' values of `batch`; empty but on ranks of the last stage."""
     steps.drop_begun()
-    batch = call_agreement.with_lengths_or_raise(batch, steps.plan, steps.groups.pp)
+    batch = call_agreement.with_lengths(batch, steps.plan, steps.groups.pp)
     steps.backend.gather()
     before = steps.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
     steps.fp8.begin_attempt()

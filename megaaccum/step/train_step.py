@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -197,7 +197,7 @@ class TrainStep:
             filled = short_batch.filled(microbatches, self.plan, self.batch)
             dummies = {index: filled[index] for index in range(len(microbatches), len(filled))}
             batch = self.batch_of(filled).without(dummies)
-        return call_agreement.with_lengths_or_raise(batch, self.plan, self.groups.pp)
+        return call_agreement.with_lengths(batch, self.plan, self.groups.pp)
 
     def open(self, step: int, divisor: Callable[[], Divisor]) -> OpenStep:
         """Note the state that a skipped step goes back to, gather the parameters and begin with no gradient. divisor:
@@ -366,10 +366,10 @@ class TrainStep:
         """
         self.drop_begun()
         with self.observer.watching():
-            batch, problem = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
             known = dict(num_microbatches=len(batch), total_weight=bits)
-            agreed = self.agree_on_call("forward_backward", problem, add=(0, batch.weights is None), **known)
+            agreed = self.agree_on_call("forward_backward", None, add=(0, batch.weights is None), **known)
+            batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             if agreed.sums[1]:  # some rank does not know its weights
                 batch = replace(batch, weights=None)
             if last is None:
@@ -388,6 +388,13 @@ class TrainStep:
             self.observer.phase("forward_backward")
             self.flush(opened, batch, reduce=last or not self.backend.can_defer)
             self.opened = opened
+
+    def refuse(self, problem: ConfigError) -> NoReturn:
+        """Raise on every rank why this one cannot make the call of forward_backward that the others make."""
+        self.drop_begun()
+        with self.observer.watching():
+            self.agree_on_call("forward_backward", problem)
+        raise problem
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the open step: reduce the remaining gradients, divide, judge, update, commit."""

@@ -384,6 +384,14 @@ def wrong_calls() -> dict[str, str]:
     seen["totals"] = said(lambda: made.forward_backward(batches(2), total_weight=8.0 + rank))
     made = engine()
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
+    given = batches(2)
+    for name in ("forward_backward", "forward"):
+        made = engine()
+        call = getattr(made, name)
+        seen[f"one iterator, {name}"] = said(lambda call=call: call(iter(given) if rank else given))
+    seen["one iterator, after it"] = said(lambda: made.train_step(batches()))
+    made = engine(keys=KEYS | dict(batch=KEYS["batch"] | dict(static_graph=True)))
+    seen["part of a graph"] = said(lambda: made.forward_backward(batches(4 - rank)))
     made = engine(forward_step_func=None)
     seen["no function"] = said(lambda: made.forward_backward(batches(2)))
     for name, given in {
@@ -418,6 +426,10 @@ CALLS = {
     " 1; rank 1: 2)",
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
+    "one iterator, forward_backward": "rank 1: data comes from an iterator: give num_microbatches with it",
+    "one iterator, forward": "rank 1: data comes from an iterator: give num_microbatches with it",
+    "one iterator, after it": "",
+    "part of a graph": "rank 1: static_graph true: a call takes the 4 micro-batches of a step, not 3",
     "no function": "no forward_step_func: give one to initialize, or with the call",
     "an iterator's step": "train_step takes a list of micro-batches, but a list_iterator was given",
     "a dict's step": "train_step takes a list of micro-batches, but a dict was given",
