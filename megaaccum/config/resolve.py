@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megaaccum.config import lr_scaling, lr_spans
-from megaaccum.config.batch import BatchPlan, pipeline_fill_problem
+from megaaccum.config.batch import SIZES, BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
@@ -95,7 +95,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
         return None
-    for name in ("micro_batch_size", "global_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps"):
+    for name in SIZES:
         setattr(config.batch, name, getattr(batch, name))
     if pipeline_fill_problem(batch):
         pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush

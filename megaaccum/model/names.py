@@ -21,22 +21,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _COMPILED = "_orig_mod."
 """Part of the names of parameters in a module that torch.compile wraps, which are to be those of the module itself."""
 
-_IN_LOCAL_LAYERS = {
-    r"self_attention\.linear_qkv\.layer_norm_": "input_layernorm.",
-    r"self_attention\.linear_q_up_proj\.layer_norm_": "self_attention.q_layernorm.",
-    r"self_attention\.linear_kv_up_proj\.layer_norm_": "self_attention.kv_layernorm.",
-    r"mlp\.linear_fc1\.layer_norm_": "pre_mlp_layernorm.",
-    r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$": r"experts.local_experts.\3.\1.\2",
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Names of parameters that Transformer Engine's layers fuse (a norm with the matrix after it, the experts of a rank),
-and the names of their parts in Megatron's local layers."""
+"""Norms that Transformer Engine's layers fuse with the matrix after them, by their names in Megatron's local layers."""
 
 
 def as_in_local_layers(name: str) -> str:
     """A parameter's name in a chunk of Transformer Engine's layers, as a chunk of Megatron's local ones has it."""
-    for fused, parts in _IN_LOCAL_LAYERS.items() if "layer_norm_" in name or "experts." in name else ():
-        name = re.sub(fused, parts, name)
-    return name
+    for fused, local in FUSED_NORMS.items() if "layer_norm_" in name else ():
+        name = name.replace(fused, local)
+    return re.sub(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", name)
 
 
 def over_stages(chunk: torch.nn.Module, local_name: str) -> str:

@@ -58,7 +58,8 @@ def parse_csv(path: str | Path, text: str) -> Schedule:
     if len(rows) > 1 and all(held == numbers[0] for held in numbers):
         return _by_chunk(path, rows, len(numbers[0]), num_microbatches, header)
     _check_stages(path, numbers)
-    items = [tuple(_by_chunk_number(item, numbers[rank]) for item in row) for rank, row in enumerate(rows)]
+    chunk_of = {stage: chunk for held in numbers for chunk, stage in enumerate(held)}
+    items = [tuple(changed(item, lambda a: a._replace(chunk=chunk_of[a.chunk])) for item in row) for row in rows]
     return Schedule(
         name=str(path),
         pp=len(rows),
@@ -107,7 +108,3 @@ def _check_stages(path: str | Path, numbers: list[list[int]]) -> None:
         )
     if len({len(stages) for stages in numbers}) > 1:
         raise ScheduleError(f"schedule {path}: every rank has to hold as many stages, but the rows hold {numbers}")
-
-
-def _by_chunk_number(item: Item, stages: list[int]) -> Item:
-    return changed(item, lambda action: action._replace(chunk=stages.index(action.chunk)))

@@ -236,7 +236,7 @@ class DdpBackend(AccumulatingBackend):
         for name, param in self._parameters:
             if param.requires_grad:
                 replica = names.dp_group(param, self._groups).rank()
-                views = adam.adam_views(self.optimizer, param, adam.moments(self.optimizer, param))
+                views = adam.views(self.optimizer, param, adam.moments(self.optimizer, param))
                 yield StatePiece(name, param, 0, views, replica)
         yield from whole_frozen_pieces(self._chunks, self._groups)
 

@@ -42,7 +42,8 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def __init__(self, plan: Plan, groups: Groups, chunks: list[torch.nn.Module], optimizer: torch.optim.Optimizer):
         super().__init__(plan, groups, chunks)
-        own_ranks = experts.assign_groups(groups, chunks)
+        if own_ranks := experts.of_chunks(chunks):
+            zero.set_expert_ranks(own_ranks, groups.collection.ep, groups.expert_dp)
         _mark_model_parallel(chunks, groups)
         separate_tied_copies(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)

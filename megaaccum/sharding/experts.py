@@ -38,20 +38,11 @@ from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding.reduction import PartitionReducer, Share
 from megaaccum.sharding.sum_tree import AnyOrder
-from megaaccum.upstream import zero
 
 
 def of_chunks(chunks: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """The parameters of experts with ranks of their own."""
     return [param for chunk in chunks for param in chunk.parameters() if names.is_expert(param)]
-
-
-def assign_groups(groups: Groups, chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Tell DeepSpeed, before it cuts the parameters, over which ranks each expert's are cut and added up. Returns the
-    experts' parameters."""
-    if experts := of_chunks(chunks):
-        zero.set_expert_ranks(experts, groups.collection.ep, groups.expert_dp)
-    return experts
 
 
 def modules_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:

@@ -160,11 +160,11 @@ def moments(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tupl
 
 
 def views(
-    adam: torch.optim.Optimizer, flat: torch.Tensor, position: int, count: int, *, kinds: Iterable[str]
+    adam: torch.optim.Optimizer, flat: torch.Tensor, kinds: Iterable[str], position: int = 0, count: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Flat views of `count` elements of `flat` ("param") and of its state's `kinds` from `position`."""
-    found = {"param": flat} | state_of(adam, flat, kinds)
-    return {name: tensor.detach().view(-1).narrow(0, position, count) for name, tensor in found.items()}
+    """Flat views of `count` elements (default all) of `flat` ("param") and of its state's `kinds` from `position`."""
+    found, length = {"param": flat} | state_of(adam, flat, kinds), flat.numel() if count is None else count
+    return {name: tensor.detach().view(-1).narrow(0, position, length) for name, tensor in found.items()}
 
 
 def state_of(adam: torch.optim.Optimizer, flat: torch.Tensor, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -184,11 +184,6 @@ def begin_state(optimizer: torch.optim.Optimizer, config: object = None) -> None
     for group in optimizer.param_groups:
         for param in group["params"]:
             state_of(optimizer, param, moments(optimizer, param))
-
-
-def adam_views(adam: torch.optim.Optimizer, param: torch.nn.Parameter, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Flat views of a whole parameter and its optimizer state."""
-    return views(adam, param, 0, param.numel(), kinds=kinds)
 
 
 def optimizer_tensors(adam: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

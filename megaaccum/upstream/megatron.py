@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, param_and_grad_bu
 from megatron.core.tensor_parallel import layers, mappings
 
 from megaaccum.platform.replacing import replaced
-from megaaccum.upstream.adam import adam_views, moments, optimizer_tensors, set_adam_step
+from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
 from megaaccum.upstream.megatron_training import gpt_builder as builder
 
 
@@ -291,7 +291,7 @@ def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     models = [*optimizer.model_fp32_groups[group], *optimizer.model_float16_groups[group]]
     order = next(number for number, each in enumerate(models) if each is param)
     share = optimizer.optimizer.param_groups[group]["params"][order]
-    return adam_views(optimizer.optimizer, share, moments(optimizer.optimizer, param))
+    return views(optimizer.optimizer, share, moments(optimizer.optimizer, param))
 
 
 def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:

@@ -328,7 +328,7 @@ class Zero3(ZeroDriver):
             group, position, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
             start, count = self._own[id(param)]
             master, adam = self.masters[group], self.optimizer.optimizer
-            yield param, start, views(adam, master, position, count, kinds=moments(adam, param))
+            yield param, start, views(adam, master, moments(adam, param), position, count)
         for param in self._frozen:
             start, count = _own_part(param)
             yield param, start, {"param": partitioned(param).ds_tensor.detach().view(-1)[:count]}

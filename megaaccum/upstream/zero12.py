@@ -152,7 +152,7 @@ class Zero12(ZeroDriver):
         for group, flat in enumerate(self.masters):
             for param, start, position, count in self._owned(group):
                 kinds = moments(self.optimizer.optimizer, param)
-                yield param, start, views(self.optimizer.optimizer, flat, position, count, kinds=kinds)
+                yield param, start, views(self.optimizer.optimizer, flat, kinds, position, count)
 
     def adopt_state(self, num_steps: int) -> None:
         """Make the contents of the views of `state` the weights after `num_steps` optimizer steps, gathered over the

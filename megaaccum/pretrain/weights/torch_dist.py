@@ -19,6 +19,7 @@ import torch
 
 from megaaccum.checkpoint.untrusted_reader import listing
 from megaaccum.errors import CheckpointError
+from megaaccum.model.names import FUSED_NORMS
 from megaaccum.platform.files import open_regular
 from megaaccum.upstream import pytorch
 
@@ -27,13 +28,6 @@ COMMON = "common_state/shard_0_1"
 """The key of what is no tensor."""
 _LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<layer>\d+)\.(?P<inner>mtp_model_layer\.)?(?P<rest>.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-_FUSED = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
-    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
-)
-"""Norms of ours, and their names where they are part of the matrix after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class Place:
 
 def fused_names(name: str) -> list[str]:
     """The name of a parameter, and if it is of a norm those where it is part of the matrix after it."""
-    return [name, *(name.replace(local, fused) for local, fused in _FUSED if local in name)]
+    return [name, *(name.replace(local, fused) for fused, local in FUSED_NORMS.items() if local in name)]
 
 
 def places_of(name: str, *, together: bool) -> Iterator[Place]:
