@@ -30,31 +30,27 @@ class Trace:
         self.exchange: tuple[str, str, str] | None = None
         """The last exchange of messages, the action that it came after, and whether it is done. `message` puts it into
         words: it is written thousands of times before it is read."""
-        self._action = ""
+        self.action = ""
         self._begun = ""
         self._launched: deque[tuple[str, torch.cuda.Event]] = deque()
         self._since = time.monotonic()
 
-    @property
-    def action(self) -> str:
-        return self._action
-
-    @action.setter
-    def action(self, text: str) -> None:
-        self._action = text
-        if cpu.has_accelerator():
-            event = torch.cuda.Event()
-            event.record()
-            self._launched.append((text, event))
-            self._advance()
-
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """Note that a forward begins."""
-        self.action = f"F chunk {chunk} micro-batch {microbatch}"
+        self.note(f"F chunk {chunk} micro-batch {microbatch}")
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Note that a backward begins."""
-        self.action = f"B chunk {chunk} micro-batch {microbatch}"
+        self.note(f"B chunk {chunk} micro-batch {microbatch}")
+
+    def note(self, action: str) -> None:
+        """Note that an action begins."""
+        self.action = action
+        if cpu.has_accelerator():
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append((action, event))
+            self._advance()
 
     def _advance(self) -> None:
         while self._launched and self._launched[0][1].query():

@@ -62,14 +62,6 @@ class StatePiece(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-def whole_frozen_pieces(chunks: list[torch.nn.Module], groups: Groups) -> Iterator[StatePiece]:
-    """Frozen parameters of a backend that cuts only those that are trained: each data-parallel rank has them whole."""
-    for name, param in names.named_parameters(chunks):
-        if not param.requires_grad:
-            replica = names.dp_group(param, groups).rank()
-            yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
-
-
 class ShardingBackend(ABC):
     """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group.
 
@@ -239,6 +231,13 @@ class ShardingBackend(ABC):
     @abstractmethod
     def own_state(self) -> Iterator[StatePiece]:
         """`state` without that of owners."""
+
+    def frozen_state(self) -> Iterator[StatePiece]:
+        """Frozen parameters, of which each data-parallel rank has the whole if only trained ones are cut."""
+        for name, param in names.named_parameters(self._chunks):
+            if not param.requires_grad:
+                replica = names.dp_group(param, self._groups).rank()
+                yield StatePiece(name, param, 0, {"param": param.detach().view(-1)}, replica)
 
     @abstractmethod
     def adopt_state(self, num_steps: int) -> None:

@@ -23,7 +23,7 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
-from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece
 from megaaccum.sharding.fp32_sums import Fp32Sums
 from megaaccum.sharding.in_one_order import all_reduce_hook as all_reduce_in_one_order
 from megaaccum.sharding.sum_tree import order_of
@@ -238,7 +238,7 @@ class DdpBackend(AccumulatingBackend):
                 replica = names.dp_group(param, self._groups).rank()
                 views = adam.views(self.optimizer, param, adam.moments(self.optimizer, param))
                 yield StatePiece(name, param, 0, views, replica)
-        yield from whole_frozen_pieces(self._chunks, self._groups)
+        yield from self.frozen_state()
 
     def adopt_state(self, num_steps: int) -> None:
         adam.set_adam_step(self.optimizer, [p for ddp in self._ddp for p in _trainable(ddp)], num_steps)

@@ -23,7 +23,7 @@ from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
-from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.fp32_sums import Fp32Sums, SumsOfKernels
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
@@ -181,7 +181,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         for param, start, tensors in self.driver.state():
             yield StatePiece(self._names[id(param)], param, start, tensors)
         if not isinstance(self.driver, zero.Zero3):
-            yield from whole_frozen_pieces(self._chunks, self._groups)
+            yield from self.frozen_state()
 
     def adopt_state(self, num_steps: int) -> None:
         self.driver.adopt_state(num_steps)

@@ -25,7 +25,7 @@ from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
-from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, whole_frozen_pieces
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, emerging, megatron, pytorch
@@ -216,7 +216,7 @@ class MegatronBackend(AccumulatingBackend):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield StatePiece(name, param, start, megatron.state(self.optimizer, param))
-        yield from whole_frozen_pieces(self._chunks, self._groups)
+        yield from self.frozen_state()
 
     def adopt_state(self, num_steps: int) -> None:
         megatron.adopt(self.optimizer, num_steps)

@@ -106,7 +106,7 @@ def test_a_trace_names_the_action_that_the_gpu_hangs_in(monkeypatch):
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     for action in ("F 0", "F 1", "F 2"):
-        trace.action = action
+        trace.note(action)
     assert "last action F 2, of which the GPU has begun F 1" in str(trace)
     reached.add("F 2")
     assert "begun F 2" in str(trace)
