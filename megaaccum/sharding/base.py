@@ -156,6 +156,10 @@ class ShardingBackend(ABC):
     def begin_step(self) -> None:
         """Parameters are whole after this on every rank, and gradients empty."""
 
+    def gathered_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """(shard, the whole parameter that takes its place in the chunks' modules while it is gathered), if so."""
+        return []
+
     def gather(self) -> None:  # noqa: B027
         """Parameters are whole after this on every rank (evaluation), or a module's forward gathers them."""
 

@@ -237,6 +237,9 @@ class Fsdp2Backend(ShardingBackend):
             tree.clear()
         self.resume_accumulation()
 
+    def gathered_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        return fsdp2.gathered_parameters(self._roots)
+
     def finish_reduction(self) -> None:
         self.at_owners.finish()
         self._sum_the_rest()
@@ -289,14 +292,16 @@ class Fsdp2Backend(ShardingBackend):
             if self.at_owners.takes(param) and param.grad is None:
                 param.grad = torch.zeros_like(param)
             assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, param, _local(param.grad).view(-1), fsdp2.first_element(param), _replica(param))
+            yield GradShard(
+                name, param, adam.own_tensor(param.grad).view(-1), fsdp2.first_element(param), _replica(param)
+            )
 
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
             tensors: dict[str, Any] = {"param": param}
             if param.requires_grad:
                 tensors |= adam.state_of(self.optimizer, param, adam.moments(self.optimizer, param))
-            views = {kind: _local(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
+            views = {kind: adam.own_tensor(tensor.detach()).view(-1) for kind, tensor in tensors.items()}
             yield StatePiece(name, param, fsdp2.first_element(param), views, _replica(param))
 
     def adopt_state(self, num_steps: int) -> None:
@@ -333,10 +338,6 @@ def _replica(param: torch.nn.Parameter) -> int:
     assert isinstance(param, DTensor)
     mesh = param.device_mesh
     return mesh.get_local_rank(0) if mesh.ndim > 1 else 0
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_torch() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from megaaccum.distributed.agreement import Agreed, check_agreement, raise_on_all_ranks
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed, nearest_multiples
+from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
@@ -112,7 +113,7 @@ def on_call(
         tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
-        problem=problem or _thawed(steps),
+        problem=problem or _changed(steps),
         add=add,
         **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
         **{"calls since the last optim_step": calls},
@@ -120,15 +121,25 @@ def on_call(
     )
 
 
-def _thawed(steps: TrainStep) -> StepError | None:
-    """An error if a parameter is trained now that was frozen when the optimizer was built, or frozen that was
-    trained."""
-    changed = [name for name, (param, trained) in steps.trained.items() if param.requires_grad != trained]
+def model_facts(steps: TrainStep) -> dict[int, tuple[bool, torch.dtype]]:
+    """By a parameter's identity, what the optimizer and the reductions rely on: whether it is trained, its dtype."""
+    shards = {id(whole): shard for shard, whole in steps.backend.gathered_parameters()}
+    held = [(shards.get(id(each), each), each) for chunk in steps.chunks for each in chunk.parameters()]
+    return {id(param): (each.requires_grad, param.dtype) for param, each in held}
+
+
+def _changed(steps: TrainStep) -> StepError | None:
+    """An error if the model is another than the optimizer and the reductions were built for: it would be trained as it
+    was, and nothing would show it. Frozen parameters that are new may be the user's affair."""
+    was, now = steps.model_facts, model_facts(steps)
+    changed = {key for key in was | now if was.get(key) != now.get(key) and (key in was or now[key][0])}
     if not changed:
         return None
+    named = [*steps.parameters, *names.named_parameters(steps.chunks)]
     return StepError(
-        f"requires_grad of {listed(changed)} has changed since initialize, which built the optimizer and the reductions"
-        " for what it was: set it back, or initialize another engine on a new model"
+        f"presence, dtype or requires_grad of {listed(dict.fromkeys(n for n, param in named if id(param) in changed))}"
+        " has changed since initialize, which built the optimizer and the reductions for what it was: set it back, or"
+        " initialize another engine on a new model"
     )
 
 

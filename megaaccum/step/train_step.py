@@ -93,8 +93,8 @@ class TrainStep:
         """Moves with each step: counters alone, until it is given a learning-rate schedule."""
         self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
-        self.trained = {name: (param, param.requires_grad) for name, param in names.named_parameters(chunks)}
-        """{name: (parameter, whether it was trained when the optimizer was built)} of this rank."""
+        self.parameters = list(names.named_parameters(chunks))
+        self.model_facts = call_agreement.model_facts(self)
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None

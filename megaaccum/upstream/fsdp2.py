@@ -227,6 +227,12 @@ def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     return found
 
 
+def gathered_parameters(roots: Iterable[Any]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """(shard, whole parameter) of those that FSDP2 has made whole so far, and keeps (torch 2.13)."""
+    params = [held for root in roots for unit in units(root) for held in unit.fsdp_params]
+    return [(held.sharded_param, held._unsharded_param) for held in params if hasattr(held, "_unsharded_param")]
+
+
 def mark_experts(unit: Any) -> None:
     """Mark the whole parameters of a gathered unit that are experts', as their shards are: torch 2.13 makes whole
     parameters without the attributes of those that it cut."""
