@@ -27,16 +27,6 @@ from megaaccum.platform import cpu
 from megaaccum.upstream import megatron
 
 
-@dataclass(frozen=True)
-class OfCollection:
-    """An attribute that is a group of the collection, by its name there."""
-
-    name: str
-
-    def __get__(self, groups: Groups, owner: type) -> dist.ProcessGroup:
-        return cast("dist.ProcessGroup", getattr(groups.collection, self.name))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """This rank's process group in every parallel dimension.
@@ -49,19 +39,6 @@ class Groups:
     collection: ProcessGroupCollection
     timeout_minutes: float
     held: Mapping[str, Any] = field(default_factory=megatron.held_groups, repr=False, compare=False)
-
-    tp = OfCollection("tp")
-    """Ranks that share each matrix."""
-    pp = OfCollection("pp")
-    """Ranks of one pipeline."""
-    dp = OfCollection("dp")
-    """Ranks that hold the same parameters and different sequences."""
-    dp_cp = OfCollection("dp_cp")
-    """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
-    expert_tp = OfCollection("expt_tp")
-    """Ranks that share each matrix of an expert."""
-    expert_dp = OfCollection("expt_dp")
-    """Ranks that hold the same experts: those of a stage, tp * cp * dp, without etp and ep."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -76,12 +53,43 @@ class Groups:
 
     def iterated[Item](self, items: Iterator[Item]) -> Iterator[Item]:
         """`items`, each made inside `current`; the code that takes them runs outside."""
-
-        def make() -> Item | object:
+        done = object()
+        while True:
             with self.current():
-                return next(items, self)
+                item = next(items, done)
+            if item is done:
+                return
+            yield item  # type: ignore[misc]
 
-        return cast("Iterator[Item]", iter(make, self))
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Ranks that share each matrix."""
+        return cast("dist.ProcessGroup", self.collection.tp)
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        """Ranks of one pipeline."""
+        return cast("dist.ProcessGroup", self.collection.pp)
+
+    @property
+    def dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters and different sequences."""
+        return cast("dist.ProcessGroup", self.collection.dp)
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same dense parameters and different tokens: data parallel x context parallel."""
+        return cast("dist.ProcessGroup", self.collection.dp_cp)
+
+    @property
+    def expert_tp(self) -> dist.ProcessGroup:
+        """Ranks that share each matrix of an expert."""
+        return cast("dist.ProcessGroup", self.collection.expt_tp)
+
+    @property
+    def expert_dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same experts: those of a stage, tp * cp * dp, without etp and ep."""
+        return cast("dist.ProcessGroup", self.collection.expt_dp)
 
     @property
     def embedding(self) -> dist.ProcessGroup | None:
@@ -131,11 +139,18 @@ class Groups:
             parallel_state.set_pipeline_model_parallel_rank(None)
 
 
+@dataclass(frozen=True, slots=True)
 class Seat:
     """Rank and size of a pipeline's group without the group: all that building a chunk asks of it."""
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = lambda: rank, lambda: size
+    _rank: int
+    _size: int
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
 
 def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:

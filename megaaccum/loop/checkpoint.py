@@ -92,9 +92,8 @@ def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
 
 
 def _numel(piece: StatePiece) -> int:
-    if piece.shape is not None:
-        return math.prod(piece.shape)
-    return int(getattr(piece.param, "ds_numel", piece.param.numel()))
+    count = getattr(piece.param, "ds_numel", piece.param.numel())
+    return int(count) if piece.shape is None else math.prod(piece.shape)
 
 
 def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:

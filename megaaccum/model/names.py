@@ -42,9 +42,8 @@ def over_stages(chunk: torch.nn.Module, local_name: str) -> str:
     whose layers have none may have a prefix, `name_in_model` ("stages.3.")."""
     match = re.match(r"(|.*\.)layers\.(\d+)\.(.*)", local_name)
     layer: Any = chunk.get_submodule(f"{match[1]}layers.{match[2]}") if match else None
-    if match is None or not hasattr(layer, "layer_number"):
-        name = f"{getattr(chunk, 'name_in_model', '')}{local_name}"
-    else:
+    name = f"{getattr(chunk, 'name_in_model', '')}{local_name}"
+    if match is not None and hasattr(layer, "layer_number"):
         name = f"{match[1]}layers.{layer.layer_number - 1}.{match[3]}"
     return name.replace(_COMPILED, "")
 

@@ -109,6 +109,7 @@ def matrices_of(keys: OptimizerConfig, chunks: list[torch.nn.Module]) -> tuple[s
 def parts_of(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> tuple[Part, ...]:
     """The matrices of a parameter, by the rows that this rank's tensor-parallel part has of each."""
     keys, rows = plan.config.optimizer, int(getattr(param, "ds_shape", param.shape)[0])
+    widths = [rows]
     if keys.muon_split_qkv and name.endswith(".linear_qkv.weight"):
         queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
         widths = [queries, config.kv_channels, config.kv_channels]
@@ -116,8 +117,6 @@ def parts_of(plan: Plan, name: str, param: torch.nn.Parameter, config: Any) -> t
             widths = [queries, *widths]
     elif keys.muon_split_gated and name.endswith(".linear_fc1.weight") and getattr(config, "gated_linear_unit", False):
         widths = [rows // 2, rows // 2]
-    else:
-        widths = [rows]
     period = sum(widths)
     if rows % period:
         raise ConfigError(

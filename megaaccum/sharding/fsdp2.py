@@ -292,9 +292,8 @@ class Fsdp2Backend(ShardingBackend):
             if self.at_owners.takes(param) and param.grad is None:
                 param.grad = torch.zeros_like(param)
             assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(
-                name, param, adam.own_tensor(param.grad).view(-1), fsdp2.first_element(param), _replica(param)
-            )
+            grad = adam.own_tensor(param.grad).view(-1)
+            yield GradShard(name, param, grad, fsdp2.first_element(param), _replica(param))
 
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:

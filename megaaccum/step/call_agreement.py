@@ -15,12 +15,14 @@ from megaaccum.model import names
 from megaaccum.platform import cpu
 from megaaccum.step import short_batch
 from megaaccum.step.microbatches import Microbatches, shapes_of
+from megaaccum.upstream import pytorch
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.step.train_step import TrainStep
 
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
+_CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
 _NO_WEIGHTS = 2**20  # more than there are ranks
@@ -115,8 +117,7 @@ def on_call(
         stop=stop,
         problem=problem or _changed(steps),
         add=add,
-        **{f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})": _CALLS.index(call)},
-        **{"calls since the last optim_step": calls},
+        **{_CALL: _CALLS.index(call), "calls since the last optim_step": calls},
         **(plain | facts),
     )
 
@@ -131,6 +132,8 @@ def model_facts(steps: TrainStep) -> dict[int, tuple[bool, torch.dtype]]:
 def _changed(steps: TrainStep) -> StepError | None:
     """An error if the model is another than the optimizer and the reductions were built for: it would be trained as it
     was, and nothing would show it. Frozen parameters that are new may be the user's affair."""
+    if pytorch.held_by(steps.modules) == steps.held:
+        return None
     was, now = steps.model_facts, model_facts(steps)
     changed = {key for key in was | now if was.get(key) != now.get(key) and (key in was or now[key][0])}
     if not changed:

@@ -42,6 +42,7 @@ from megaaccum.step.result import StepResult
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.transaction import Transaction
+from megaaccum.upstream import pytorch
 
 
 @dataclass
@@ -94,7 +95,9 @@ class TrainStep:
         self.fp8 = fp8.build(plan, chunks)
         self.observer = Observer(groups, chunks, backend)
         self.parameters = list(names.named_parameters(chunks))
-        self.model_facts = call_agreement.model_facts(self)
+        self.modules = [module for chunk in chunks for module in chunk.modules()]
+        self.model_facts, self.held = call_agreement.model_facts(self), pytorch.held_by(self.modules)
+        """The model that the optimizer was built for; a call compares the one it finds."""
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None

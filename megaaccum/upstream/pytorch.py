@@ -49,6 +49,14 @@ def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in unsaved)
 
 
+def held_by(modules: Sequence[torch.nn.Module]) -> list[object]:
+    """Every child of these modules, by identity, and every parameter with its dtype and whether it is trained, in less
+    time than Module.parameters takes, which also looks for names and for modules that are there twice."""
+    children = [id(child) for module in modules for child in module._modules.values()]
+    params = [param for module in modules for param in module._parameters.values() if param is not None]
+    return [*children, *((id(param), param.dtype, param.requires_grad) for param in params)]
+
+
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:
     """A part of a file as a file, as torch.distributed.checkpoint reads its own (torch 2.13: `_create_file_view`)."""
     from torch.distributed.checkpoint import utils
