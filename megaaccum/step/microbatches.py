@@ -72,7 +72,7 @@ class Microbatches:
 
     def without(self, replaced: Mapping[int, Any], other_length: Mapping[int, int] | None = None) -> Microbatches:
         """These micro-batches with others, of weight zero, in place of some: {index in the step: what replaces it}.
-        other_length: by the same index, of those that are as long as another one."""
+        other_length: by the same index, the length of what replaces it, where that is another."""
         mine = {index - self.first: each for index, each in replaced.items() if 0 <= index - self.first < self.count}
         if not mine:
             return self

@@ -94,11 +94,11 @@ def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
     return chunk(next(data_iterator)), lambda out: (out.square().sum(), out.new_tensor(float(len(out))), {})
 
 
-def batches(step: int, *, every: bool = False) -> list[Any]:
+def batches(step: int) -> list[Any]:
     import torch
 
     whole = torch.randn(4, 4, 5, generator=torch.Generator().manual_seed(step))
-    return list(whole if every else whole[torch.distributed.get_rank() :: 2])
+    return list(whole[torch.distributed.get_rank() :: 2])
 
 
 def said(engine: Any) -> str:
