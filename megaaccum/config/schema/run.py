@@ -236,8 +236,9 @@ class DataConfig:
     """The token at the end of a sample whose text became shorter."""
     fim_eod_token: Annotated[str, Facts(needs="fim_data")] = "<|endoftext|>"
     """The token between the texts of a sample."""
-    num_workers: Annotated[int, Facts(at_least=0, per_host=True)] = 2
-    """Micro-batches that a thread prepares ahead, and at least a whole step's; 0 prepares them when asked for."""
+    num_workers: Annotated[int | None, Facts(at_least=0, per_host=True)] = None
+    """Micro-batches that a thread prepares ahead, and at least a whole step's; 0 prepares them when asked for. Default:
+    2 beside a GPU, 0 without one."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -42,7 +42,7 @@ class MicrobatchLoader:
         *,
         dp_rank: int,
         consumed_samples: int = 0,
-        num_workers: int = 2,
+        num_workers: int | None = None,
         vocab_size: int | None = None,
         document_end: int | None = None,
         in_runs: bool = False,
@@ -54,7 +54,7 @@ class MicrobatchLoader:
             dp_rank: this rank's number among the data-parallel ranks.
             consumed_samples: sequences that earlier steps consumed, over all ranks.
             num_workers: micro-batches that a thread prepares ahead, and at least those of a whole step; 0 prepares each
-                on request.
+                on request. Default: 2 beside a GPU; 0 without one, where the thread would take the step's own cores.
             vocab_size: the bound that every token id is compared with, if given.
             document_end: the token that ends a document, if attention is kept inside documents.
             in_runs: a rank's micro-batches of a step are consecutive (`Plan.in_runs`): micro-batch m of rank r holds
@@ -70,6 +70,8 @@ class MicrobatchLoader:
         stride = self._global_batch_size if in_runs else self._round
         starts = (start + first + run for start in itertools.count(consumed_samples, stride) for run in step)
         reader = _Reader(dataset, size, starts, vocab_size, document_end, device)
+        if num_workers is None:
+            num_workers = 2 if cpu.has_accelerator() else 0
         depth = max(num_workers, batch.num_microbatches)
         self._stream = _Prefetcher(reader, depth) if num_workers else reader
 
@@ -84,11 +86,10 @@ class MicrobatchLoader:
         Raises:
             DataError: a sample cannot be read, holds an id outside the vocabulary, or lies beyond the dataset's end.
         """
-        if num_microbatches is None:
-            num_microbatches = self._global_batch_size // self._round
-        while len(self._pulled) < num_microbatches:
+        count = self._global_batch_size // self._round if num_microbatches is None else num_microbatches
+        while len(self._pulled) < count:
             self._pulled.append(self._stream.read())
-        return [self._pulled[m] for m in range(num_microbatches)]
+        return [self._pulled[m] for m in range(count)]
 
     def try_next_step(self, num_microbatches: int, *, after: int = 0) -> tuple[list[Batch], MegaaccumError | None]:
         """`next_step`'s micro-batches, or none and the error that it raises, so that all ranks learn of it before they
@@ -171,10 +172,9 @@ class _Reader:
                 f"train_iters * global_batch_size samples; raise train_iters, or stop before"
             )
         try:
-            sample = self._dataset[index]
+            return self._dataset[index]
         except Exception as error:
             raise DataError(f"sample {index:,} cannot be read: {type(error).__name__}: {error}") from error
-        return sample
 
     @staticmethod
     def _check_ids(ids: torch.Tensor, first: int, vocab_size: int) -> None:

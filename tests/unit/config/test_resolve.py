@@ -71,6 +71,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
         "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "init_from",
         "chat_template_path", "verify_at_start", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples",
+        "num_workers",
     }  # fmt: skip
 
 

@@ -46,10 +46,11 @@ class Numbered:
         }
 
 
-def open_loader(dataset=None, *, mbs=2, rank=0, dp=1, gbs=8, consumed=0, **options) -> MicrobatchLoader:
+def open_loader(dataset=None, *, mbs=2, rank=0, dp=1, gbs=8, consumed=0, num_workers=2, **options) -> MicrobatchLoader:
     sizes = BatchConfig(micro_batch_size=mbs, global_batch_size=gbs)
     batch = BatchPlan.solve(sizes, data_parallel_size=dp, seq_length=SEQ)
-    return MicrobatchLoader(dataset or Numbered(), batch, dp_rank=rank, consumed_samples=consumed, **options)
+    dataset, places = dataset or Numbered(), dict(dp_rank=rank, consumed_samples=consumed)
+    return MicrobatchLoader(dataset, batch, num_workers=num_workers, **places, **options)
 
 
 def samples(batches) -> list[list[int]]:
@@ -279,6 +280,16 @@ def test_negative_ids():
     loader = open_loader(consumed=-4, vocab_size=100, num_workers=0)
     with pytest.raises(DataError, match="sample -4 holds id -4"):
         loader.next_step()
+
+
+def test_a_thread_reads_ahead_where_a_gpu_leaves_it_a_core(monkeypatch):
+    with open_loader(num_workers=None):
+        assert not loader_threads()
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    with monkeypatch.context() as with_a_device:
+        with_a_device.setattr(cpu, "device", lambda: torch.device("cuda", 1))
+        with open_loader(num_workers=None):
+            assert len(loader_threads()) == 1
 
 
 def test_closing_ends_the_thread_wherever_it_is():
