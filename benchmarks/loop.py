@@ -3,9 +3,9 @@
     python -m benchmarks loop [--config C] [--starts N] [--blocks N] [--steps N] [--json F] [--key value ...]
 
 Prints the ratio of seconds per step (loop / bare; the median over starts of the median over pairs of neighbouring
-blocks, and its standard error, from how starts differ) and of peak memory over what the process held before the model was built, and what agreement, verdict and counting take
-of a step. Both make the same losses, or there is no result. With `--reproducible layout` the other loop is the same one
-without it. CPU lane.
+blocks, and its standard error, from how starts differ) and of peak memory over what the process held before the model
+was built, and what agreement, verdict and counting take of a step. Both make the same losses, or there is no result.
+With `--reproducible layout` the other loop is the same one without it. CPU lane.
 """
 
 from __future__ import annotations
