@@ -23,7 +23,7 @@ import torch
 
 from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import ConfigError, FlushError, listed
+from megaaccum.errors import FlushError, listed
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.model.torch_chunk import layers_of
@@ -67,21 +67,12 @@ def build(
 
 def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
     """The class of the plan's backend; a module is imported if its backend is asked for."""
-    backend, sync = plan.config.sharding.backend, plan.config.sharding.sync
-    kinds = {
-        ("ddp", "resident"): ("ddp", "DdpBackend"),
-        ("megatron", "resident"): ("megatron", "MegatronBackend"),
-        ("fsdp2", "resident"): ("fsdp2", "Fsdp2Backend"),
-        ("fsdp2", "streaming"): ("fsdp2", "Fsdp2Backend"),
-        ("deepspeed", "resident"): ("deepspeed", "DeepSpeedBackend"),
-        ("deepspeed", "streaming"): ("streaming", "StreamingBackend"),
-    }
-    if (backend, sync) not in kinds:
-        raise ConfigError(
-            f"backend {backend} with sync {sync} does not exist: set backend and sync to one of"
-            f" {', '.join(f'{name} {mode}' for name, mode in kinds)}"
-        )
-    module, name = kinds[backend, sync]
+    sharding = plan.config.sharding
+    module = "streaming" if (sharding.backend, sharding.sync) == ("deepspeed", "streaming") else sharding.backend
+    name = {
+        "ddp": "DdpBackend", "deepspeed": "DeepSpeedBackend", "fsdp2": "Fsdp2Backend", "megatron": "MegatronBackend",
+        "streaming": "StreamingBackend",
+    }[module]  # fmt: skip
     kind: Callable[..., ShardingBackend] = getattr(importlib.import_module(f"megaaccum.sharding.{module}"), name)
     return kind
 

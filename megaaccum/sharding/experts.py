@@ -185,17 +185,14 @@ class ReducerByRanks:
     dense parameters, and one for experts."""
 
     def __init__(self, plan: Plan, groups: Groups, sums: AnyOrder):
-        self._dense = PartitionReducer.from_plan(plan, groups.dp_cp, sums)
-        self._experts = PartitionReducer.from_plan(plan, groups.expert_dp, sums) if has_own_ranks(plan) else None
+        ranks = groups.dp_cp, groups.expert_dp if has_own_ranks(plan) else groups.dp_cp
+        self._dense, self._experts = (PartitionReducer.from_plan(plan, each, sums) for each in ranks)
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares` (PartitionReducer.add)."""
-        experts = [share for share in shares if names.is_expert(share[0])]
-        if dense := [share for share in shares if not names.is_expert(share[0])]:
-            self._dense.add(dense)
-        if experts:
-            assert self._experts is not None, "the plan was checked against the chunks"
-            self._experts.add(experts)
+        for are_experts, reducer in enumerate((self._dense, self._experts)):
+            if mine := [share for share in shares if names.is_expert(share[0]) == are_experts]:
+                reducer.add(mine)
 
     def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
         """Exchange the rows of dense parameters (PartitionReducer.exchange)."""
@@ -204,8 +201,7 @@ class ReducerByRanks:
     def wait(self) -> None:
         """Wait until the partitions hold everything that was added."""
         self._dense.wait()
-        if self._experts is not None:
-            self._experts.wait()
+        self._experts.wait()
 
 
 def has_own_ranks(plan: Plan) -> bool:

@@ -4,7 +4,8 @@ data-parallel reduction's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,21 +50,21 @@ class PartitionReducer:
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).
         Every rank of the group names the same parameters in the same order."""
+        partitions = [partition for _, partition in shares]
+        if self._order is not None:
+            add, dtype = self._order.add, partitions[0].dtype
+            self._exchange(shares, self._order.counts, lambda theirs: _add(partitions, add(theirs, dtype)))
+            return
         rows = self._rows(shares)
         self.wait()
-        partitions = [partition for _, partition in shares]
-        if self._order is None:
-            self._start_reduce_scatter(rows, partitions)
-        else:
-            counts, add = self._order.counts, self._order.add
-            self._start_exchange(rows, counts, lambda theirs: _add(partitions, add(theirs, partitions[0].dtype)))
+        mine = rows.new_empty(rows.shape[2])
+        work = dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group, async_op=True)
+        self._finish = partial(_finish, work, rows, partial(_add, partitions), mine)
 
     def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
         """Exchange the bucket, but pass the received rows [ranks, elements of this rank's partitions] to `take` instead
         of adding them to the partitions."""
-        rows = self._rows(shares)
-        self.wait()
-        self._start_exchange(rows, [1] * self._group.size(), take)
+        self._exchange(shares, [1] * self._group.size(), take)
 
     def wait(self) -> None:
         """Until the partitions hold everything that was added."""
@@ -83,24 +84,11 @@ class PartitionReducer:
             param.grad = None
         return rows
 
-    def _start_reduce_scatter(self, rows: torch.Tensor, partitions: list[torch.Tensor]) -> None:
-        mine = rows.new_empty(rows.shape[2])
-        work = dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group, async_op=True)
-
-        def finish(rows: torch.Tensor = rows) -> None:  # holds `rows` until they are sent
-            work.wait()
-            _add(partitions, mine)
-
-        self._finish = finish
-
-    def _start_exchange(self, rows: torch.Tensor, counts: Sequence[int], take: Callable[[torch.Tensor], None]) -> None:
+    def _exchange(self, shares: list[Share], counts: Sequence[int], take: Callable[[torch.Tensor], None]) -> None:
+        rows = self._rows(shares)
+        self.wait()
         theirs, work = exchange_rows(rows, counts, self._group, async_op=True)
-
-        def finish(rows: torch.Tensor = rows) -> None:
-            work.wait()
-            take(theirs)  # on this rank's device, wherever the partitions are
-
-        self._finish = finish
+        self._finish = partial(_finish, work, rows, take, theirs)
 
 
 def sum_over_tp(backend: ShardingBackend, groups: Groups) -> None:
@@ -140,6 +128,12 @@ def fill(column: torch.Tensor, flat: torch.Tensor) -> None:
     column[:full].copy_(flat[: full * width].view(full, width))
     if rest:
         column[full, :rest].copy_(flat[full * width :])
+
+
+def _finish(work: Any, sent: torch.Tensor, take: Callable[[torch.Tensor], None], received: torch.Tensor) -> None:
+    """Let `take` have what is received, on this rank's device, wherever partitions are. sent: kept until then."""
+    work.wait()
+    take(received)
 
 
 def _add(partitions: list[torch.Tensor], total: torch.Tensor) -> None:

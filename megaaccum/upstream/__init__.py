@@ -6,20 +6,21 @@ so that another version fails there with a list instead of in the middle of a st
 
 from __future__ import annotations
 
-from megaaccum.upstream import emerging, fsdp2, megatron, megatron_training, pytorch, te, zero
+from megaaccum.upstream import emerging, fsdp2, megatron, megatron_training, te
+from megaaccum.upstream.lookup import missing
 
 TESTED = {"deepspeed": "0.19.8", "megatron-core": "0.19.2", "torch": "2.13.0", "transformer-engine": "2.20.2"}
 
 
 def check() -> list[str]:
     """Names that these versions of the libraries lack, as sentences; empty when all is well."""
-    return required() + fsdp2.check() + emerging.check()
+    return required() + fsdp2.check() + (missing("emerging") if emerging.is_installed() else [])
 
 
 def required() -> list[str]:
     """`check()` of what every run uses: `backend: fsdp2`, which needs a newer torch than the rest, looks its names up
     itself."""
-    problems = zero.check() + megatron.check() + megatron_training.check() + pytorch.check()
+    problems = missing("zero") + megatron.check() + megatron_training.check() + missing("pytorch")
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:  # not installed, or hidden by the CPU lane

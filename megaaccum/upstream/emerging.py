@@ -9,17 +9,11 @@ from typing import Any, cast
 import torch
 
 from megaaccum.platform import cpu
-from megaaccum.upstream.lookup import missing
 
 
 def is_installed() -> bool:
     """Whether the package can be imported."""
     return importlib.util.find_spec("emerging_optimizers") is not None
-
-
-def check() -> list[str]:
-    """Names that the installed version lacks, as sentences; empty when all is well, or without the package."""
-    return missing("emerging") if is_installed() else []
 
 
 def newton_schulz(matrix: torch.Tensor, *, steps: int, coefficients: str, precision: str) -> torch.Tensor:

@@ -19,15 +19,9 @@ from typing import Any, cast
 import torch
 
 from megaaccum.upstream.adam import moments, optimizer_tensors, set_adam_step, views
-from megaaccum.upstream.lookup import missing
 from megaaccum.upstream.zero_partitions import Gather, partitioned, reduce_scatter, release, start_gather
 
 _ACCUMULATORS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-
-
-def check() -> list[str]:
-    """Names that this version of DeepSpeed lacks, as sentences; empty when all is well."""
-    return missing("zero")
 
 
 def tame_deepspeed() -> None:

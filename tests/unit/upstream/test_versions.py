@@ -31,7 +31,7 @@ def test_these_versions_lack_nothing(upstream, monkeypatch):
 
 
 def test_names_that_are_missing_end_the_start_with_the_tested_versions(upstream, monkeypatch):
-    monkeypatch.setattr(upstream.zero, "check", lambda: ["DeepSpeedZeroOptimizer.f is missing", "groups.g is missing"])
+    monkeypatch.setattr(upstream.megatron, "check", lambda: ["DeepSpeedZeroOptimizer.f is missing", "groups.g is missing"])
     with pytest.raises(LaunchError) as error:
         preload.libraries()
     text = str(error.value)
