@@ -122,19 +122,15 @@ def on_call(
     )
 
 
-def model_facts(steps: TrainStep) -> dict[int, tuple[bool, torch.dtype]]:
-    """By a parameter's identity, what the optimizer and the reductions rely on: whether it is trained, its dtype."""
-    shards = {id(whole): shard for shard, whole in steps.backend.gathered_parameters()}
-    held = [(shards.get(id(each), each), each) for chunk in steps.chunks for each in chunk.parameters()]
-    return {id(param): (each.requires_grad, param.dtype) for param, each in held}
-
-
 def _changed(steps: TrainStep) -> StepError | None:
     """An error if the model is another than the optimizer and the reductions were built for: it would be trained as it
     was, and nothing would show it. Frozen parameters that are new may be the user's affair."""
     if pytorch.held_by(steps.modules) == steps.held:
         return None
-    was, now = steps.model_facts, model_facts(steps)
+    _, was = steps.held
+    shards = {id(whole): shard for shard, whole in steps.backend.gathered_parameters()}
+    held = [(shards.get(id(each), each), each) for chunk in steps.chunks for each in chunk.parameters()]
+    now = {id(param): (each.requires_grad, param.dtype) for param, each in held}
     changed = {key for key in was | now if was.get(key) != now.get(key) and (key in was or now[key][0])}
     if not changed:
         return None

@@ -15,8 +15,8 @@ from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import MegaaccumError
 from megaaccum.step import call_agreement, world_sums
 from megaaccum.step.loss import Divisor, Tally, spread_over_batch
-from megaaccum.step.microbatches import Microbatches
-from megaaccum.step.train_step import OpenStep, TrainStep
+from megaaccum.step.microbatches import Microbatches, OpenStep
+from megaaccum.step.train_step import TrainStep
 
 
 def forward(steps: TrainStep, batch: Microbatches) -> Tally:

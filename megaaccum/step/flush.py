@@ -9,8 +9,8 @@ from megaaccum.step.forward_step import ForwardStep
 from megaaccum.upstream import megatron
 
 if TYPE_CHECKING:
-    from megaaccum.step.microbatches import Microbatches
-    from megaaccum.step.train_step import OpenStep, TrainStep
+    from megaaccum.step.microbatches import Microbatches, OpenStep
+    from megaaccum.step.train_step import TrainStep
 
 
 def flush_arguments(

@@ -1,8 +1,9 @@
-"""The micro-batches of one call: their source, and their number, lengths and weights as far as known in advance."""
+"""The micro-batches of one call: their source, and their number, lengths and weights as far as known in advance. And
+the open step that takes those of several calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import tee
@@ -12,7 +13,7 @@ import torch
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.errors import ConfigError
-from megaaccum.step.loss import ForwardStepFunc
+from megaaccum.step.loss import Divisor, ForwardStepFunc, Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,31 @@ class Microbatches:
         return 1.0 if self.token_weights is None else self.token_weights[index]
 
 
+@dataclass
+class OpenStep:
+    """A step between its first flush and its end.
+
+    step: its number. restore: puts random states and FP8 scales back as they were before it. tally: what its loss
+    functions returned. expert_counts: tokens of each expert. calls: its micro-batches, by call. told: N, if the caller
+    has said it. reduced: the last flush was to reduce. note: what was unusual about it before its verdict.
+    """
+
+    step: int
+    restore: Callable[[], None]
+    divisor: Divisor = field(init=False)
+    expert_counts: torch.Tensor = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+    calls: list[Microbatches] = field(default_factory=list)
+    told: float | None = None
+    reduced: bool = False
+    note: str = ""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of this rank so far."""
+        return sum(map(len, self.calls))
+
+
 _PER_MICROBATCH = ("tokens", "weights", "token_weights", "lengths")
 
 
@@ -116,15 +142,21 @@ def read_batch(
 ) -> Microbatches:
     """`data` as a step of `plan` takes it; the other fields as in Microbatches. If the forward step function has
     `weights` and `token_weights`, they say what is known of the micro-batches in advance. Raises ConfigError."""
-    if count is None and not (isinstance(data, Sequence) and not are_iterators(data)):
+    listed = isinstance(data, Sequence) and not are_iterators(data)
+    if count is None and not listed:
         raise ConfigError("data comes from an iterator: give num_microbatches with it")
-    listed = count is None
     count = len(data) if count is None else count
+    if listed and len(data) < count:
+        raise ConfigError(f"num_microbatches is {count}, but the list has {len(data)}")
+    data = data[:count] if listed else data
     shapes = shapes_of(data) if listed else []
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]
     if weights is None and listed and hasattr(function, "weights"):
         weights = function.weights(data)
+    for name, each in ("lengths", lengths), ("weights", weights):
+        if each is not None and len(each) != count:
+            raise ConfigError(f"{name} has {len(each)} numbers for {count} micro-batches: give one for each")
     return Microbatches(
         forward_step_func=function,
         data=data,

@@ -9,8 +9,9 @@ from megaaccum.observe.nonfinite import Findings, Probe
 from megaaccum.step import short_batch, world_sums
 
 if TYPE_CHECKING:
+    from megaaccum.step.microbatches import OpenStep
     from megaaccum.step.recovery import Attempt
-    from megaaccum.step.train_step import OpenStep, TrainStep
+    from megaaccum.step.train_step import TrainStep
 
 
 def find_nonfinite(steps: TrainStep, opened: OpenStep) -> Findings | None:

@@ -25,10 +25,10 @@ from megaaccum.sharding import ShardingBackend
 from megaaccum.step import grad_norm, world_sums
 from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, flag
-from megaaccum.step.microbatches import Microbatches, shapes_of
+from megaaccum.step.microbatches import Microbatches, OpenStep, shapes_of
 from megaaccum.step.recovery import Attempt
 from megaaccum.step.result import StepResult
-from megaaccum.step.train_step import OpenStep, TrainStep
+from megaaccum.step.train_step import TrainStep
 
 
 class SpeculativeTrainStep(TrainStep):

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,38 +36,13 @@ from megaaccum.sharding import ShardingBackend
 from megaaccum.step import call_agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
 from megaaccum.step.loss import Divisor, ForwardStepFunc, ReportReducer, Tally, spread_over_batch
-from megaaccum.step.microbatches import Microbatches, read_batch, shapes_of
+from megaaccum.step.microbatches import Microbatches, OpenStep, read_batch, shapes_of
 from megaaccum.step.recovery import Attempt, Recovery
 from megaaccum.step.result import StepResult
 from megaaccum.step.seeds import SampleSeeds
 from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.transaction import Transaction
 from megaaccum.upstream import pytorch
-
-
-@dataclass
-class OpenStep:
-    """A step between its first flush and its end.
-
-    step: its number. restore: puts random states and FP8 scales back as they were before it. tally: what its loss
-    functions returned. expert_counts: tokens of each expert. calls: its micro-batches, by call. told: N, if the caller
-    has said it. reduced: the last flush was to reduce. note: what was unusual about it before its verdict.
-    """
-
-    step: int
-    restore: Callable[[], None]
-    divisor: Divisor = field(init=False)
-    expert_counts: torch.Tensor = field(init=False)
-    tally: Tally = field(default_factory=Tally)
-    calls: list[Microbatches] = field(default_factory=list)
-    told: float | None = None
-    reduced: bool = False
-    note: str = ""
-
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of this rank so far."""
-        return sum(map(len, self.calls))
 
 
 class TrainStep:
@@ -96,7 +71,7 @@ class TrainStep:
         self.observer = Observer(groups, chunks, backend)
         self.parameters = list(names.named_parameters(chunks))
         self.modules = [module for chunk in chunks for module in chunk.modules()]
-        self.model_facts, self.held = call_agreement.model_facts(self), pytorch.held_by(self.modules)
+        self.held = pytorch.held_by(self.modules)
         """The model that the optimizer was built for; a call compares the one it finds."""
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
@@ -444,9 +419,11 @@ class TrainStep:
         """Context in which random states and FP8 scales are those of before the open step, if there is one. Ends a
         step that has begun before its call."""
         self.drop_begun()
+        if self.opened is None:
+            yield
+            return
         go_back = self._restorer()
-        if self.opened is not None:
-            self.opened.restore()
+        self.opened.restore()
         try:
             yield
         finally:
@@ -507,9 +484,10 @@ class TrainStep:
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         first = 0 if self.opened is None else self.opened.num_microbatches
-        if self.plan.config.batch.variable_seq_lengths and known.get("lengths") is None and isinstance(data, Sequence):
-            known["lengths"] = [length for _, length in shapes_of(data)] or None
-        return read_batch(function, data, self.batch, first=first, **known)
+        batch = read_batch(function, data, self.batch, first=first, **known)
+        if self.plan.config.batch.variable_seq_lengths and batch.lengths is None and batch.can_run_again:
+            return replace(batch, lengths=[length for _, length in shapes_of(batch.data)] or None)  # type: ignore[arg-type]
+        return batch
 
     def agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
         """All ranks make the same call, after as many of forward_backward, or all raise. Raises a `problem` of any rank

@@ -23,8 +23,8 @@ from megaaccum.step.recovery import Attempt
 
 if TYPE_CHECKING:
     from megaaccum.distributed.groups import Groups
-    from megaaccum.step.microbatches import Microbatches
-    from megaaccum.step.train_step import OpenStep, TrainStep
+    from megaaccum.step.microbatches import Microbatches, OpenStep
+    from megaaccum.step.train_step import TrainStep
 
 
 # --- N ---

@@ -16,13 +16,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from megaaccum.upstream.lookup import missing, pickled
-
-
-def check() -> list[str]:
-    """Names that this version of torch lacks, as sentences; empty when all is well."""
-    return missing("pytorch")
-
+from megaaccum.upstream.lookup import pickled
 
 CHECKPOINT_METADATA_CLASSES = pickled("checkpoint_metadata")
 CHECKPOINT_PLAN_CLASSES = pickled("checkpoint_plan")
@@ -49,12 +43,12 @@ def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in unsaved)
 
 
-def held_by(modules: Sequence[torch.nn.Module]) -> list[object]:
-    """Every child of these modules, by identity, and every parameter with its dtype and whether it is trained, in less
-    time than Module.parameters takes, which also looks for names and for modules that are there twice."""
+def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tuple[bool, torch.dtype]]]:
+    """The identity of every child of these modules; by that of each parameter, whether it is trained, and its dtype. In
+    less time than Module.parameters takes, which also looks for names and for modules that are there twice."""
     children = [id(child) for module in modules for child in module._modules.values()]
     params = [param for module in modules for param in module._parameters.values() if param is not None]
-    return [*children, *((id(param), param.dtype, param.requires_grad) for param in params)]
+    return children, {id(param): (param.requires_grad, param.dtype) for param in params}
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:

@@ -17,6 +17,7 @@ BACKENDS = {
     "fsdp2": dict(backend="fsdp2"),
     "fsdp2 streaming": dict(backend="fsdp2", sync="streaming"),
     "ddp": dict(backend="ddp"),
+    "megatron": dict(backend="megatron"),
 }
 
 
@@ -81,8 +82,8 @@ def made(sharding: dict[str, Any], *, evaluated: bool = False) -> tuple[Any, Any
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=2)
-    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
-    keys = dict(forward_step_func=forward_step, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(lr=0.1, clip_grad=0.0), world_size=2)
+    keys = dict(forward_step_func=forward_step, optimizer=torch.optim.AdamW)
     engine = initialize(plan, model, **keys)
     engine.train_step(batches(0))
     if evaluated:

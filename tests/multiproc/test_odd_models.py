@@ -404,8 +404,8 @@ def test_a_bad_microbatch_of_a_users_own_format_is_left_out(lengths: list[int], 
 
 
 def forwards_of(schedule: str) -> tuple[list[float], list[float]]:
-    """The losses of an evaluation and of a forward, and that of a step on the same, whose micro-batches differ in their
-    lengths, which only the first rank knows."""
+    """The losses of an evaluation and of two forwards, the first of a part of a list, and that of a step on the same,
+    whose micro-batches differ in their lengths, which only the first rank knows."""
     import torch
 
     def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
@@ -423,9 +423,10 @@ def forwards_of(schedule: str) -> tuple[list[float], list[float]]:
     plan = plan_of(pp=2, schedule=schedule, batch=batch)
     chunks = [stage(number, plan.layout.num_stages, "") for number in plan.layout.stages(rank)]
     made = engine_on(plan, chunks, forward_step_func=step)
-    found = [made.evaluate(every)[0]]
-    found.append(sum(float(each["total"]) for each in made.forward(every, broadcast=True)) / sum(lengths))
-    return found, [made.train_step(every).loss] * 2
+    found, losses = made.evaluate(every)[0], []
+    for halves in ((every, 4), (every[4:], None)):
+        losses.append(sum(float(each["total"]) for each in made.forward(*halves, broadcast=True)))
+    return [found, sum(losses) / sum(lengths)], [made.train_step(every).loss] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
