@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,8 @@ class Engine:
         Args:
             data: a list of micro-batches (a bad step can then be run again), an iterator, or Megatron's list of
                 iterators, one per chunk (None where a stage reads nothing).
-            num_microbatches: how many to take from iterators; at most the batch's. The same on every rank.
+            num_microbatches: how many to take, of a list its first ones; needed with iterators, and at most the
+                batch's. The same on every rank.
             forward_step_func: instead of the engine's.
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
@@ -411,12 +413,12 @@ class Engine:
     ) -> list[str]:
         """Load weights and buffers and, unless `only_weights`, the optimizer's state, if `override` permits the
         `differences` of the checkpoint. Returns a note on each. Raises CheckpointError on every rank."""
-        notes = raise_on_all_ranks(resume.check_differences, checkpoint, differences, self.override)
+        permitted = partial(resume.check_differences, checkpoint, differences, self.override)
         save_load.load(
             checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers,
-            only_weights=only_weights, new_momenta="optimizer" in self.override,
+            only_weights=only_weights, new_momenta="optimizer" in self.override, check=permitted,
         )  # fmt: skip
-        return notes
+        return permitted()
 
     def whole_weights(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None
@@ -465,10 +467,10 @@ class Engine:
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
         then, now = progress.transaction, {"optimizer": self.plan.config.optimizer.optimizer}
         return {
-            "batch": self.plan.ramp_differences(progress.batch_ramp),
-            "lr_schedule": schedule,
             "model": resume.changed(unseen(self.plan.config), then.get("model", {})),
             "optimizer": resume.changed(now, {"optimizer": then.get("optimizer", "adam")}),
+            "batch": self.plan.ramp_differences(progress.batch_ramp),
+            "lr_schedule": schedule,
         }
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:

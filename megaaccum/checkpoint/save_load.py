@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -224,10 +225,11 @@ def load(
     buffers: Buffers | None = None,
     only_weights: bool = False,
     new_momenta: bool = False,
+    check: Callable[[], object] = list,
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
     optimizer's moments and this rank's random states keep their initial values. new_momenta: of AdamW's run, for one of
-    Muon, whose momenta begin at zero, or SOAP.
+    Muon, whose momenta begin at zero, or SOAP. check: of its run, once its shape is the model's.
 
     Raises CheckpointError on every rank, with the model as it was: if the checkpoint is of another model, naming what
     differs; DamagedCheckpoint if a file or a piece is missing or not what was written.
@@ -235,6 +237,7 @@ def load(
     buffers = buffers or {}
     progress = raise_on_all_ranks(read_progress, current)
     raise_on_all_ranks(_check_shape, current, progress.shape, shape, groups.tp.size())
+    raise_on_all_ranks(check)
     reader = raise_on_all_ranks(CheckpointReader, current, progress.metadata_sha256)
     sizes = {key: each.size for key, each in reader.stored.items() if not key.startswith((_RNG, _BUFFER))}
     stored = raise_on_all_ranks(pieces.StoredPieces, sizes)

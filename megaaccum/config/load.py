@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import partial
 
 from megaaccum.config import batch_ramp
 from megaaccum.config.coerce import NotOfType, coerce
-from megaaccum.config.keys import all_keys
+from megaaccum.config.keys import all_keys, unmet_need, value
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError, shortened
@@ -63,34 +64,35 @@ def assemble(sources: Sequence[Source]) -> tuple[Config, list[str]]:
         if (more := len(source.unknown) - ConfigError.MOST_SHOWN) > 0:
             problems.append(f"{source.name}: {more} unknown keys more.")
         config.notes += source.notes
-        if source.name == COMMAND_LINE:
-            _set_aside_rivals(config, source)
         problems += _apply(config, source)
+        if source.name == COMMAND_LINE:
+            _set_aside(config, source.values.keys())
     return config, problems
 
 
 def _apply(config: Config, source: Source) -> list[str]:
     problems = []
-    for name, value in source.values.items():
+    for name, written in source.values.items():
         key = all_keys()[name]
         try:
-            typed = coerce(value, key.annotation)
+            typed = coerce(written, key.annotation)
         except NotOfType as error:
             config.origin[name] = UNREADABLE
-            problems.append(f"{source.places[name]}: {name} must be {error}, not {shortened(repr(value), 80)}.")
+            problems.append(f"{source.places[name]}: {name} must be {error}, not {shortened(repr(written), 80)}.")
         else:
             setattr(getattr(config, key.section), name, typed)
             config.origin[name] = source.name
     return problems
 
 
-def _set_aside_rivals(config: Config, source: Source) -> None:
-    for group in RIVALS:
-        winners = sorted(group & source.values.keys())
-        for loser in sorted(group - source.values.keys()) if winners else ():
-            if loser in config.origin:
-                reset(config, loser)
-                config.notes.append(f"{loser} of the file is set aside: the command line gives {winners[0]}.")
+def _set_aside(config: Config, given: Set[str]) -> None:
+    """Put keys of a file back for which the command line gives others, or which have no effect with what it gives."""
+    rivals = {loser: min(group & given) for group in RIVALS if group & given for loser in group - given}
+    needs = {name: unmet_need(name, partial(value, config)).partition(" ")[0] for name in config.origin.keys() - given}
+    losers = rivals | {name: needed for name, needed in needs.items() if needed in given}
+    for loser in sorted(losers.keys() & config.origin.keys()):
+        reset(config, loser)
+        config.notes.append(f"{loser} of the file is set aside: the command line gives {losers[loser]}.")
 
 
 def reset(config: Config, name: str) -> None:

@@ -145,7 +145,7 @@ def test_what_differs_is_refused_with_both_sides_unless_it_is_asked_for(tmp_path
     assert "seed: 1234 in the checkpoint, 5 here; set seed back" in rest
     assert "norm_epsilon: the checkpoint was made with 1e-05, the configuration says 1e-06; set it to 1e-05" in rest
     assert "made with {}, the configuration says {'layernorm_zero_centered_gamma': True}" in rest
-    assert rest.endswith("or set override to lr_schedule,model,data")
+    assert rest.endswith("or set override to model,lr_schedule,data")
     assert (none, goes_on) == ("", ""), "asked for once, a difference is none in the starts after it"
     steps = {row["step"]: row for row in rows(tmp_path / "other")}
     assert {step: row["consumed_samples"] for step, row in steps.items()} == {3: 16, 4: 24, 5: 32}

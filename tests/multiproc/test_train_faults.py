@@ -299,5 +299,7 @@ def test_an_output_that_cannot_be_written_ends_nothing(whole, tmp_path, how, why
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_kept(half):
-    only_error(train(half, hidden_size=32), f"hidden_size is 16 in {half / 'run/checkpoints/step_0000004'}, but 32")
+    for others in ({}, dict(lr=2e-3)):  # the model comes first
+        words = f"hidden_size is 16 in {half / 'run/checkpoints/step_0000004'}, but 32"
+        only_error(train(half, hidden_size=32, **others), words)
     assert (half / "run/checkpoints/latest").read_text().strip() == "step_0000004"

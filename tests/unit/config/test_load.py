@@ -96,6 +96,8 @@ def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
         ("num_layers_per_virtual_pipeline_stage: 2", ["--vpp", "2"], "virtual_pipeline_model_parallel_size",
          "num_layers_per_virtual_pipeline_stage"),
         ("data_path: [a]", ["--train_data_path", "b"], "train_data_path", "data_path"),
+        ("zero_stage: 3", ["--backend", "ddp"], "backend", "zero_stage"),
+        ("muon_momentum: 0.9", ["--optimizer", "adam"], "optimizer", "muon_momentum"),
     ],
 )  # fmt: skip
 def test_another_way_to_say_it_is_set_aside_too(
@@ -104,8 +106,14 @@ def test_another_way_to_say_it_is_set_aside_too(
     config = load(write(tmp_path, text), words)
     assert given(config, kept)
     assert not given(config, lost)
-    (note,) = config.notes
-    assert note.startswith(f"{lost} of the file is set aside")
+    assert config.notes == [f"{lost} of the file is set aside: the command line gives {kept}."]
+
+
+def test_what_the_file_says_stays_if_it_has_an_effect(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "backend: ddp\nzero_stage: 2"), ["--backend", "deepspeed"])
+    assert (config.sharding.zero_stage, config.notes) == (2, [])
+    config = load(write(tmp_path, "zero_stage: 2\nbackend: ddp"), ["--lr", "1e-4"])
+    assert (config.sharding.zero_stage, config.notes) == (2, []), "the command line has no part in it"
 
 
 def test_an_unknown_key_is_told_with_the_nearest(tmp_path: Path) -> None:
