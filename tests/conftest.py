@@ -58,11 +58,6 @@ def pytest_runtestloop(session):
     return True
 
 
-def pytest_runtest_teardown():
-    """Forget the time of a start in this process: ranks of later tests would take it for theirs."""
-    os.environ.pop("MEGAACCUM_LAUNCHED", None)
-
-
 def pytest_terminal_summary(terminalreporter):
     """Tests that were skipped, and what to install or do so that it runs."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))

@@ -37,15 +37,21 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     output.protect()
     _check_launcher()
-    if "RANK" not in os.environ:
-        os.environ.pop(LAUNCHED, None)  # of a start before this one in the same process
-    is_announced = LAUNCHED in os.environ
-    os.environ.setdefault(LAUNCHED, repr(time.time()))
+    if "RANK" in os.environ and LAUNCHED in os.environ:  # `_launch` has started this rank
+        return _run(argv, announces=False)
+    os.environ[LAUNCHED] = repr(time.time())
+    try:
+        return _run(argv, announces=True)
+    finally:
+        del os.environ[LAUNCHED]
+
+
+def _run(argv: Sequence[str], *, announces: bool) -> int:
     parser = command_parser("train", __doc__, "megaaccum train CONFIG [--master_port N] [--key value ...]")
     parser.add_argument("--master_port", type=int, default=0, metavar="N", help="of the ranks (default: a free one)")
     args, source = read_source(argv).parse(parser)
     if "RANK" in os.environ:
-        if os.environ["RANK"] == "0" and not is_announced:
+        if os.environ["RANK"] == "0" and announces:
             _announce(int(os.environ["WORLD_SIZE"]))
         return _train(_plan_of_this_rank(source))
     with source.load() as loaded:

@@ -33,7 +33,6 @@ MODEL = (
     "--make_vocab_size_divisible_by 16 --train_iters 20 --lr 1e-3 --init_method_std 0.1 --clip_grad 0 "
     "--micro_batch_size 1 --loss_norm token --data_path none"
 )
-LANE = {"fp64": "--backend ddp --params_dtype fp64", "fp32": "", "bf16": "--bf16", "fp16": "--fp16"}
 LOSS_SCALE = 65536.0
 """Loss scale of the FP16 lane, in the reference process and in megaaccum's default."""
 MASKED_OUT = 5
@@ -60,9 +59,10 @@ def merged(*texts: str) -> list[str]:
 
 
 def lane_flags(lane: str, *flags: str) -> str:
-    """The precision of a lane, beside other flags, which may give one. Without any a run is in BF16 on a GPU."""
-    given = any(f"--{key}" in each for each in flags for key in precision.KEYS)
-    return "--params_dtype fp32" if lane == "fp32" and not given and cpu.has_accelerator() else LANE[lane]
+    """The precision of a lane, beside other flags, which may give one."""
+    if lane == "fp32" and any(f"--{key}" in each for each in flags for key in precision.KEYS):
+        return ""
+    return f"--params_dtype {lane}" + " --backend ddp" * (lane == "fp64")
 
 
 @dataclass(frozen=True)

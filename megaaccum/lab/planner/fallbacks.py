@@ -58,7 +58,6 @@ class Outcome:
     verdict: str
     seconds: float | None = None
     steps: list[float] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
     bytes: float = 0.0
     text: str = ""
     receipt: str = ""

@@ -105,14 +105,13 @@ class Trials:
         steps = [each for each in journal.read(log) if each["kind"] == "train"] if log.exists() else []
         seconds = [float(each["seconds_per_step"]) for each in steps]
         norms = [_norm_of(each) for each in steps if not _finds_the_loss_scale(each)]
-        seen: dict[str, Any] = dict(steps=seconds, grad_norms=norms)
         if None in norms or (steps and not norms):
             text = f"gradient norms by step (None if the gradient was not finite): {norms}"
-            return Outcome(verdict=NOT_FINITE, text=text, **seen)
+            return Outcome(verdict=NOT_FINITE, text=text, steps=seconds)
         if code != 0 or len(steps) < self.steps:
-            return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", **seen)
+            return Outcome(verdict=FAILED, text=f"exit code {code}\n{_tail(output)}", steps=seconds)
         if problem := self._leaves_band([norm for norm in norms if norm is not None]):
-            return Outcome(verdict=UNSTEADY, text=problem, **seen)
+            return Outcome(verdict=UNSTEADY, text=problem, steps=seconds)
         (*_, receipt) = receipts.read_all(folder / "run")
         held = receipt["measured"]["memory"]
         return Outcome(
@@ -120,7 +119,7 @@ class Trials:
             seconds=statistics.median(seconds[TIMED]),
             bytes=float(sum(held.get(kind, 0) for kind in _HELD)),
             receipt=str(folder / "run" / "receipts" / f"start_{receipt['number']}.json"),
-            **seen,
+            steps=seconds,
         )
 
     def _leaves_band(self, norms: Sequence[float]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megaaccum import cli
 from megaaccum.pretrain.launch import local
+from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from tests.support.whole_runs import LAUNCHER
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -50,3 +52,16 @@ def test_a_rank_of_a_launcher_trains(given: dict[str, str], monkeypatch) -> None
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["train", str(CONFIG)]) == 2
+
+
+@pytest.mark.parametrize("given", [{}, RANK])
+def test_the_time_of_a_start_is_not_left_to_what_follows_in_the_process(given: dict[str, str], monkeypatch) -> None:
+    """A notebook's next run would count its start from this one."""
+    seen = []
+    monkeypatch.setattr("megaaccum.cli.train._train", lambda plan: seen.append(os.environ[LAUNCHED]) or 0)
+    monkeypatch.setattr(local, "launch_local", lambda *args, **keys: seen.append(os.environ[LAUNCHED]) or 0)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", str(CONFIG)]) == 0
+    assert len(seen) == 1
+    assert LAUNCHED not in os.environ
