@@ -7,6 +7,7 @@ import ast
 import inspect
 import io
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,14 @@ import megaaccum
 from megaaccum.schedule.registry import BUILT_IN, entry
 
 ROOT = Path(megaaccum.__file__).parent
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
 ABOVE_THE_CORE = ("pretrain", "lab", "cli", "train.py", "__main__.py")
 BACKENDS = ("ddp", "deepspeed", "fsdp2", "megatron", "streaming")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+@cache  # not while tests are collected, which each process of `make test` does
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
 
 
 def code_lines(source: str) -> int:
@@ -45,7 +50,7 @@ def test_lines_are_counted() -> None:
 
 
 def test_the_core_and_the_package_stay_small() -> None:
-    lines = {path: code_lines(path.read_text(encoding="utf-8")) for path in TREES}
+    lines = {path: code_lines(path.read_text(encoding="utf-8")) for path in trees()}
     core = [path for path in lines if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE]
     assert sum(lines[path] for path in core) <= 16_943
     assert sum(lines.values()) <= 34_575
@@ -62,7 +67,7 @@ def imported(tree: ast.Module) -> set[str]:
 
 def test_the_core_holds_what_a_step_reaches() -> None:
     """Modules that only `megaaccum train`, a report or a planner uses are in the storeys above."""
-    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in TREES}
+    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in trees()}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     core = {name for name, path in modules.items() if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE}
     reached = {"megaaccum", "megaaccum.loop", *megaaccum._OF_AN_ENGINE.values(), *megaaccum._PLAIN.values()}
@@ -70,7 +75,7 @@ def test_the_core_holds_what_a_step_reaches() -> None:
     waiting = reached & core
     while waiting:
         name = waiting.pop()
-        found = {*imported(TREES[modules[name]]), name.rpartition(".")[0]} & core - reached
+        found = {*imported(trees()[modules[name]]), name.rpartition(".")[0]} & core - reached
         reached |= found
         waiting |= found
     assert core - reached == set()
@@ -79,7 +84,7 @@ def test_the_core_holds_what_a_step_reaches() -> None:
 def test_functions_have_at_most_eight_parameters() -> None:
     functions = [
         (path.name, node)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -89,7 +94,7 @@ def test_functions_have_at_most_eight_parameters() -> None:
 
 def test_the_step_has_at_most_fourteen_classes() -> None:
     classes = [
-        n for p, tree in TREES.items() if p.parent.name == "step" for n in tree.body if isinstance(n, ast.ClassDef)
+        n for p, tree in trees().items() if p.parent.name == "step" for n in tree.body if isinstance(n, ast.ClassDef)
     ]
     assert 10 <= len(classes) <= 14
 

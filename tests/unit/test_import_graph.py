@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def imports(tree: ast.AST, inside: bool = False, *, types: bool = False) -> Iter
         yield from imports(node, within, types=types)
 
 
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-GRAPH = {name: list(imports(tree)) for name, tree in TREES.items()}
-ARROWS = [(name, to) for name, tree in TREES.items() for to, _ in imports(tree, types=True)]
+@cache  # not while tests are collected, which each process of `make test` does
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def graph() -> dict[str, list[tuple[str, bool]]]:
+    return {name: list(imports(tree)) for name, tree in trees().items()}
 
 
 def uphill(arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -81,29 +87,30 @@ def uphill(arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in arrows if not {a, b} & FACE and at[folder_of(a)] < at[folder_of(b)]]
 
 
-def assert_acyclic(graph: dict[str, list[tuple[str, bool]]]) -> None:
-    TopologicalSorter({name: {to for to, _ in edges} - {name} for name, edges in graph.items()}).prepare()
+def assert_acyclic(edges: dict[str, list[tuple[str, bool]]]) -> None:
+    TopologicalSorter({name: {to for to, _ in found} - {name} for name, found in edges.items()}).prepare()
 
 
 def test_no_cycle_at_load_or_inside_functions() -> None:
-    assert_acyclic(GRAPH)
+    assert_acyclic(graph())
 
 
 def test_a_cycle_inside_a_function_is_seen() -> None:
     (edge,) = imports(ast.parse("def late():\n    from megaaccum.pretrain.interop import load"))
     assert edge == ("megaaccum.pretrain.interop.load", True)
-    assert ("megaaccum.errors", False) in GRAPH["megaaccum.config.source"]
+    assert ("megaaccum.errors", False) in graph()["megaaccum.config.source"]
     with pytest.raises(CycleError):
-        assert_acyclic(GRAPH | {"megaaccum.config.source": [*GRAPH["megaaccum.config.source"], edge]})
+        assert_acyclic(graph() | {"megaaccum.config.source": [*graph()["megaaccum.config.source"], edge]})
 
 
 def test_every_module_is_in_a_folder_that_has_its_place() -> None:
     assert {folder_of(name) for name in MODULES.keys() - FACE} - set(FOLDERS) == {"pretrain"}  # its __init__ is empty
-    assert not GRAPH["megaaccum.pretrain"]
+    assert not graph()["megaaccum.pretrain"]
 
 
 def test_folders_import_those_below_them() -> None:
-    assert uphill(ARROWS) == []
+    arrows = [(name, to) for name, tree in trees().items() for to, _ in imports(tree, types=True)]
+    assert uphill(arrows) == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_an_import_uphill_is_seen(statement: str) -> None:
 
 def test_tables_of_schedules_need_no_torch() -> None:
     heavy = {"torch", "deepspeed", "megatron"}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.startswith("megaaccum.schedule"):
             found = {
                 alias.name.split(".")[0]
@@ -135,7 +142,7 @@ def test_tables_of_schedules_need_no_torch() -> None:
 def test_imports_inside_functions_are_in_the_command_line_or_have_a_reason() -> None:
     late = {
         name
-        for name, edges in GRAPH.items()
+        for name, edges in graph().items()
         if any(inside for _, inside in edges)
         and not name.startswith("megaaccum.cli")
         and MODULES[name].name != "__init__.py"
