@@ -26,7 +26,7 @@ from megaaccum.checkpoint import resume, save_load, whole
 from megaaccum.checkpoint.folders import read_progress
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
-from megaaccum.config.keys import unseen
+from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
@@ -362,9 +362,10 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale and guards, as plain numbers; the same on every rank."""
-        steps = {"train_step": self.train_steps.recovery.state_dict(), "verified": self.verified}
-        steps |= {"optimizer": self.plan.config.optimizer.optimizer, "model": unseen(self.plan.config)}
-        return self.train_steps.transaction.state_dict() | steps
+        config, steps = self.plan.config, self.train_steps
+        kept = {"train_step": steps.recovery.state_dict(), "verified": self.verified, "model": unseen(config)}
+        kept |= {"optimizer": config.optimizer.optimizer, "group_rates": group_rates(config)}
+        return steps.transaction.state_dict() | kept
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
         """A checkpoint's record beside its tensors. data: which samples come in which order."""
@@ -465,12 +466,12 @@ class Engine:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
         schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
-        then, now = progress.transaction, {"optimizer": self.plan.config.optimizer.optimizer}
+        then, config = progress.transaction, self.plan.config
         return {
-            "model": resume.changed(unseen(self.plan.config), then.get("model", {})),
-            "optimizer": resume.changed(now, {"optimizer": then.get("optimizer", "adam")}),
+            "model": resume.changed(unseen(config), then.get("model", {})),
+            "optimizer": resume.changed({"optimizer": config.optimizer.optimizer}, {"optimizer": "adam"} | then),
             "batch": self.plan.ramp_differences(progress.batch_ramp),
-            "lr_schedule": schedule,
+            "lr_schedule": schedule | resume.changed(group_rates(config), then.get("group_rates", {})),
         }
 
     def resume(self, progress: save_load.Progress, *, with_optimizer: bool = True) -> None:

@@ -27,6 +27,8 @@ class Facts:
     """The number of Megatron's learning-rate schedule that it decides; a run resumes only with the same one."""
     in_samples: bool = False
     """That number counts samples, although the key counts steps."""
+    group_rate: bool = False
+    """It decides the rate of some of the parameters, or a factor on it; a run resumes only with the same one."""
     planned: bool = False
     """`megaaccum plan` decides it."""
     per_host: bool = False

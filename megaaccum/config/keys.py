@@ -86,6 +86,11 @@ def unseen(config: schema.Config) -> dict[str, Any]:
     return values_where(config, lambda facts: facts.unseen) | {"megatron": json.loads(json.dumps(fields, default=str))}
 
 
+def group_rates(config: schema.Config) -> dict[str, Any]:
+    """The keys that decide the rate of some of the parameters, which the schedule's state does not show."""
+    return values_where(config, lambda facts: facts.group_rate)
+
+
 def keys_that_need(other: str) -> tuple[str, ...]:
     """The keys that have no effect without `other` (`Facts.needs`), in the schema's order."""
     return names_where(lambda facts: facts.needs == other)

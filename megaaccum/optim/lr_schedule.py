@@ -77,11 +77,10 @@ class LrSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Position and shape of the schedule; plain numbers and texts, steps counted in samples."""
-        state = dict(self._scheduler.state_dict())
+        of = self._scheduler
+        state = dict(of.state_dict(), laid_out_by=[list(interval) for interval in self._laid_out_by.intervals])
         # Megatron leaves these three out, so a checkpoint of its own would not notice that they changed.
-        for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
-            state[name] = getattr(self._scheduler, name)
-        return state | {"laid_out_by": [list(interval) for interval in self._laid_out_by.intervals]}
+        return state | {name: getattr(of, name) for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the position of `state` and set every group. Spans of samples stay as they were, also where a step has
@@ -102,8 +101,7 @@ class LrSchedule:
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
         """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
         the same batches, each with the key to set back; none where the checkpoint's holds in any case."""
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
+        if missing := sorted(self.state_dict().keys() - state.keys()):
             what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
             return {what: "it is damaged, or not one of megaaccum"}
         if self._of_checkpoint:
@@ -126,12 +124,10 @@ class LrSchedule:
     def _difference(self, name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
         key = lr_spans.key_of(self._config, KEY_OF_STATE[name].name)
         if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
-            what = f"{key}: the checkpoint was made with {saved}, the configuration says {now}"
-            return what, f"set {key} to {saved}"
+            return f"{key}: the checkpoint was made with {saved}, the configuration says {now}", f"set {key} to {saved}"
         what = f"{key}: {saved} samples of the schedule in the checkpoint, {now} in the configuration"
         steps = ramp.steps_within(int(saved))
-        from_start = ramp.is_constant or name != "wsd_decay_steps"
-        exact = from_start and ramp.samples_after(steps) == saved
+        exact = (ramp.is_constant or name != "wsd_decay_steps") and ramp.samples_after(steps) == saved
         if key.endswith("_samples"):
             steps, exact = int(saved), saved == int(saved)
         return what, f"set {key} to {steps}" if exact else f"set {key} as it was"

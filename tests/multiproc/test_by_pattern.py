@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.errors import ConfigError
+from megaaccum.errors import CheckpointError, ConfigError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.parity import VOCAB, Case, Rig
 
@@ -93,6 +93,42 @@ def test_a_decay_that_is_added_to_gradients_has_the_factor_of_each_matrix():
             assert (change - true[name]).norm() <= 1e-3 * true[name].norm(), name
             if ".linear_" in name:
                 assert (change - other[name]).norm() > 1e-2 * true[name].norm(), name
+
+
+def resumed(folder: str) -> tuple[list[str], list[dict[str, float]]]:
+    """Refusals of a checkpoint with FACTORS by other factors and other rates of groups; the rates of the output layer
+    after a resume with its own factors, and with others that `override` permits."""
+    from tests.support.muon import engine_of, take_steps
+
+    case = Case(2, BATCH, MODEL + FACTORS)
+    engine = engine_of(case)
+    take_steps(engine, 1)
+    engine.save(folder)
+    said, rates = [], []
+    for words in ("", "--lr_mult output_layer.*=0.25 ", FACTORS + "--decoupled_lr 1e-3 --decoupled_min_lr 0 "):
+        with pytest.raises(CheckpointError) as error:
+            engine_of(case, MODEL + words).load(folder)
+        said.append(str(error.value))
+    for words in (FACTORS, "--lr_mult output_layer.*=0.25 --override lr_schedule "):
+        engine = engine_of(case, MODEL + words)
+        assert engine.load(folder)
+        rates.append({n: float(g["lr"]) for g in engine.param_groups for n in g["param_names"]})
+    return said, [
+        {"output": each["output_layer.weight"], "norm": each["decoder.final_layernorm.weight"]} for each in rates
+    ]
+
+
+def test_other_factors_of_a_rate_are_refused_at_a_resume(tmp_path):
+    """A run that is started again without its factors would go on at other rates."""
+    for said, (same, other) in run_ranks(resumed, 2, str(tmp_path), timeout=120):
+        without, changed, decoupled = said
+        assert "lr_mult: the checkpoint was made with ['output_layer.*=0.5'" in without
+        assert "the configuration says []; set it to" in without and "wd_mult: the checkpoint was made with" in without
+        assert "the configuration says ['output_layer.*=0.25']" in changed
+        assert "decoupled_lr: the checkpoint was made with None, the configuration says 0.001" in decoupled
+        assert all("or set override to lr_schedule" in each for each in said)
+        assert same["output"] == pytest.approx(0.5 * same["norm"])
+        assert other["output"] == pytest.approx(0.25 * other["norm"])
 
 
 def refused(words: str) -> str:

@@ -94,9 +94,9 @@ class OptimizerConfig:
     muon_bucket_size: Annotated[int, Facts(at_least=1, needs=_MATRICES)] = 50_000_000
     """Elements of matrices that come to their owner in one exchange, while those of the one before are iterated; a
     matrix is never cut."""
-    muon_scalar_lr: Annotated[float | None, Facts(above=0, needs=_MATRICES)] = None
+    muon_scalar_lr: Annotated[float | None, Facts(above=0, needs=_MATRICES, group_rate=True)] = None
     """Peak learning rate of the parameters that AdamW steps; default lr. Their min_lr is in proportion."""
-    muon_scalar_weight_decay: Annotated[float | None, Facts(at_least=0, needs=_MATRICES)] = None
+    muon_scalar_weight_decay: Annotated[float | None, Facts(at_least=0, needs=_MATRICES, group_rate=True)] = None
     """Weight decay of the parameters that AdamW steps; default weight_decay."""
     soap_shampoo_beta: Annotated[float, Facts(at_least=0, below=1, needs=_SOAP)] = 0.95
     """Decay of SOAP's second moments over rows and over columns."""
@@ -106,15 +106,15 @@ class OptimizerConfig:
     """Peak learning rate. Required."""
     min_lr: Annotated[float, Facts(at_least=0, lr_state="min_lr")] = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_lr: Annotated[float | None, Facts(above=0)] = None
+    decoupled_lr: Annotated[float | None, Facts(above=0, group_rate=True)] = None
     """Peak learning rate of the input embedding and the output head, if it differs from lr."""
-    decoupled_min_lr: Annotated[float | None, Facts(at_least=0)] = None
+    decoupled_min_lr: Annotated[float | None, Facts(at_least=0, group_rate=True)] = None
     """Their learning rate at the end of the decay; default min_lr."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of names in the whole model, as in decoder.layers.[0-3].*: these parameters are not trained."""
-    lr_mult: list[str] = field(default_factory=list)
+    lr_mult: Annotated[list[str], Facts(group_rate=True)] = field(default_factory=list)
     """PATTERN=FACTOR: what fits has that part of the learning rate, as in embedding.*=0.1; the last that fits holds."""
-    wd_mult: list[str] = field(default_factory=list)
+    wd_mult: Annotated[list[str], Facts(group_rate=True)] = field(default_factory=list)
     """PATTERN=FACTOR: what fits has that part of the weight decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply every learning rate by the batch over its reference, or by the root of that."""
@@ -122,7 +122,7 @@ class OptimizerConfig:
     """Sequences of the global batch for which the learning rates are given."""
     lr_reference_tokens: Annotated[int | None, Facts(at_least=1, needs="lr_scaling")] = None
     """The same in tokens per step."""
-    lr_scaling_follows_rampup: Annotated[bool, Facts(needs="lr_scaling")] = False
+    lr_scaling_follows_rampup: Annotated[bool, Facts(needs="lr_scaling", group_rate=True)] = False
     """During batch warm-up, scale by the batch of the step rather than by global_batch_size."""
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Facts(lr_state="lr_decay_style")
@@ -153,7 +153,7 @@ class OptimizerConfig:
     """Shape of the anneal of WSD."""
     weight_decay: Annotated[float, Facts(at_least=0)] = 0.01
     """Decoupled weight decay of matrices (biases and norms have none)."""
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: Annotated[bool, Facts(group_rate=True)] = False
     """Decay the norms of queries and keys too."""
     start_weight_decay: Annotated[float | None, Facts(at_least=0, lr_state="start_wd")] = None
     """Weight decay at step 0; default weight_decay."""
