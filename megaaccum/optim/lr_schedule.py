@@ -125,7 +125,7 @@ class LrSchedule:
         key = lr_spans.key_of(self._config, KEY_OF_STATE[name].name)
         if not KEY_OF_STATE[name].facts.in_samples or None in (saved, now):
             return f"{key}: the checkpoint was made with {saved}, the configuration says {now}", f"set {key} to {saved}"
-        what = f"{key}: {saved} samples of the schedule in the checkpoint, {now} in the configuration"
+        what = f"{key}: {saved} samples over the same batches in the checkpoint, {now} in the configuration"
         steps = ramp.steps_within(int(saved))
         exact = (ramp.is_constant or name != "wsd_decay_steps") and ramp.samples_after(steps) == saved
         if key.endswith("_samples"):

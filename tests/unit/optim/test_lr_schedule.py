@@ -317,6 +317,14 @@ def test_the_configurations_schedule_holds_when_asked_for():
     assert longer.lr > saved.lr
 
 
+def test_a_difference_says_which_batches_it_counts():
+    """The run's own batches are larger: 75 of its steps are more than the 2,400 samples of 75 steps before."""
+    saved = build([{}], configured(lr_decay_iters=100)).state_dict()
+    larger = build([{}], configured(lr_decay_iters=75, global_batch_size=2 * BATCH, override=("lr_schedule",)))
+    what = "lr_decay_iters: 3200 samples over the same batches in the checkpoint, 2400 in the configuration"
+    assert larger.differences(saved)[what] == "set lr_decay_iters to 100"
+
+
 def test_what_has_no_effect_may_change():
     saved = build([{}], configured(lr_decay_iters=100)).state_dict()
     longer = build([{}], configured(lr_decay_iters=100, train_iters=200, lr_wsd_decay_style="linear"))
