@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from megaaccum.pretrain.metrics import journal
+from tests.support import whole_runs
 from tests.support.whole_runs import config_file, losses, make_data
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 16
 KEYS = f"--dbs 4 --grad_accum_steps 8 --save_interval 0 --train_iters {STEPS}".split()
 
 
@@ -33,8 +34,19 @@ def stand_ins(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def words(said: str) -> list[str]:
+    """The first word of each line of a run, none of which is a warning."""
+    lines = said.splitlines()
+    assert not any(word in line.lower() for line in lines for word in ("warn", "deprecat", "traceback")), said
+    return [line.split()[0] for line in lines if line]
+
+
 def test_a_batch_job_that_is_stopped_goes_back_into_the_queue_and_resumes(tmp_path: Path):
+    """To the last bit, as under every launcher (test_launchers.py)."""
     make_data(tmp_path)
+    keys = dict(dbs=4, grad_accum_steps=8, save_interval=0, train_iters=STEPS)
+    alone = whole_runs.train(tmp_path, output_dir=tmp_path / "alone" / "run", **keys)
+    assert alone.code == 0, alone.output
     environment = stand_ins(tmp_path / "bin")
     command = ["bash", "launch/slurm.sbatch", str(config_file(tmp_path)), *KEYS, "--output_dir", str(tmp_path / "run")]
 
@@ -51,14 +63,18 @@ def test_a_batch_job_that_is_stopped_goes_back_into_the_queue_and_resumes(tmp_pa
     first.send_signal(signal.SIGTERM)  # to the batch shell, as `--signal=B:TERM` asks for
     said, _ = first.communicate(timeout=120)
     assert first.returncode == 0, said
-    assert "Stopped by a signal after step" in said
+    step = len(losses(tmp_path))
+    assert words(said)[:5] == ["starting", "ranks", "model", "batch", "run"]
+    assert f"Stopped by a signal after step {step}" in said
     assert (tmp_path / "bin" / "asked").read_text() == "requeue 7\n"
 
     again = submitted()
     said, _ = again.communicate(timeout=240)
     assert again.returncode == 0, said
-    assert "resumed from" in said
+    assert words(said)[:6] == ["starting", "resumed", "ranks", "model", "batch", "run"]
+    assert words(said)[6 : 8 + STEPS - step] == [*["step"] * (STEPS - step), "checkpoint", "Done:"]
     assert len(losses(tmp_path)) == STEPS
+    assert losses(tmp_path) == losses(tmp_path / "alone")
     assert (tmp_path / "bin" / "asked").read_text() == "requeue 7\n", "a run that is done is not queued again"
 
 

@@ -1,4 +1,5 @@
-"""The same few steps under every launcher: torchrun, deepspeed, Slurm's srun, and the module run by hand."""
+"""The same few steps under every launcher: torchrun, deepspeed, and the module run by hand; Slurm's srun is in
+test_cluster_files.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ MORE = "--dbs 4 --grad_accum_steps 8 --save_every 0 --eval_every 0 --max_steps 4
 LAUNCHERS = {
     "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", SCRIPT],
     "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", SCRIPT],
-    "srun": [sys.executable, "-m", "tests.support.srun", sys.executable, SCRIPT],
     "python": [sys.executable, "-m", "megaaccum.train"],
 }
 NOT_OURS = ("[INFO] [launch.py", "[INFO] [runner.py", "Unable to find hostfile", "torch/distributed/run.py")
@@ -29,7 +29,7 @@ NOT_OURS = ("[INFO] [launch.py", "[INFO] [runner.py", "Unable to find hostfile",
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The launcher's run of `arguments`, both streams in one. It finds the package where these tests do."""
-    free_port = [] if launcher in ("python", "srun") else ["--master_port", str(whole_runs.free_port())]
+    free_port = [] if launcher == "python" else ["--master_port", str(whole_runs.free_port())]
     command = LAUNCHERS[launcher]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return whole_runs.run_bounded([command[0], *free_port, *command[1:], *arguments], environment, timeout=300)
