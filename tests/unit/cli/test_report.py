@@ -94,11 +94,20 @@ def test_the_page_of_a_run_with_restarts(tmp_path, capsys):
     assert "default-src 'none'" in (run / "report.html").read_text()
 
 
-def test_marks_of_one_picture_are_not_anothers(tmp_path):
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
-    assert cli.main(["report", str(one), str(two)]) == 0
-    text = (one / "report_with_two.html").read_text()
-    pictures = text.split("<svg ")[1:]
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The page of a run beside itself, and beside one with other micro-batches."""
+    folder, keys = tmp_path_factory.mktemp("pages"), dict(global_batch_size=48, pp_microbatches=None)
+    one = make_run(folder / "one", reproducible="layout", **keys)
+    two = make_run(folder / "two", reproducible="layout", micro_batch_size=2, **keys)
+    for other in (one, two):
+        assert cli.main(["report", str(one), str(other)]) == 0
+    return one / "report_with_one.html", one / "report_with_two.html"
+
+
+def test_marks_of_one_picture_are_not_anothers(pages):
+    """Nor where both runs are the same."""
+    pictures = pages[0].read_text().split("<svg ")[1:]
     marks = [set(re.findall(r'<clipPath id="(\w+)"', each)) for each in pictures]
     assert sum(map(len, marks)) == len(set().union(*marks)) > len(pictures)
 
@@ -116,13 +125,9 @@ def test_two_runs_beside_each_other_after_the_keys_that_differ(tmp_path):
     assert text.count("Plan against measured") == 2
 
 
-def test_two_runs_with_other_micro_batches_are_said_not_to_have_the_same_bits(tmp_path):
-    keys = dict(reproducible="layout", global_batch_size=48, pp_microbatches=None)
-    one = make_run(tmp_path / "one", **keys)
-    two = make_run(tmp_path / "two", micro_batch_size=2, **keys)
-    for other, is_named in ((one, False), (two, True)):
-        assert cli.main(["report", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
-        text = Page(tmp_path / "both.html").text
+def test_two_runs_with_other_micro_batches_are_said_not_to_have_the_same_bits(pages):
+    for page, is_named in zip(pages, (False, True), strict=True):
+        text = Page(page).text
         assert ("micro_batch_size is 1 and 2: reproducible layout has the same bits" in text) is is_named
 
 
