@@ -39,8 +39,8 @@ def tokens_of(dataset, count: int | None = None) -> list[list[int]]:
     return [dataset[i]["tokens"].tolist() for i in range(len(dataset) if count is None else count)]
 
 
-def test_the_default_trains_on_the_embedded_text(tmp_path):
-    data = build_datasets(make_plan(tmp_path, seq_length=64))
+def test_the_default_trains_on_the_embedded_text(tmp_path, built):
+    data = build_datasets(make_plan(tmp_path, seq_length=64, data_cache_path=str(built[0])))
     assert len(data.train) >= 40
     assert (data.vocabulary.size, data.vocabulary.eod, data.valid_batches) == (2048, 0, 2)
     sample = data.train[0]

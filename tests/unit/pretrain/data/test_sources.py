@@ -166,13 +166,6 @@ def test_the_embedded_text_is_every_chapter_in_a_mixed_order():
     assert len(novels) >= 3, "validation would be of one novel"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Folder of a run, and the prefix of the embedded text that was built there."""
-    folder = tmp_path_factory.mktemp("run")
-    return folder, embedded_prefix(folder)
-
-
 def test_the_embedded_text_is_built_once_with_the_vocabulary_it_promises(built):
     folder, prefix = built
     pair, tokenizer = open_pair(prefix), read_tokenizer(f"{prefix}.tokenizer.json")
