@@ -375,9 +375,12 @@ def before_reduce(root: Any, call: Callable[[Any, torch.Tensor], None]) -> None:
 
 
 def _before_reductions(root: Any, call: Callable[[Any], None]) -> None:
-    """Call `call(unit)` before each reduction of the gradients of a unit of a fully sharded chunk."""
+    """Call `call(unit)` before each reduction of the gradients of a unit of a fully sharded chunk. Raises FlushError in
+    a backward whose own graph is kept, which holds weights that are released after it."""
 
     def reduce(unit: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        if pytorch.in_backward() and torch.is_grad_enabled():
+            raise FlushError("backend fsdp2 takes no create_graph inside a forward: set backend to ddp")
         if unit.reduce_grads:
             call(unit)
         post_backward(*args)
