@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from megaaccum.config import Config, Plan
@@ -45,6 +46,8 @@ _NEED_A_GPU = {
     "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
 }  # fmt: skip
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+"""The number of a layer in a pattern of parameters' names."""
 
 
 @dataclass(slots=True)
@@ -120,6 +123,11 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     vpp = layout.vpp if is_table else min(layout.vpp, 2)
     real = plan.config.model
     keys = keys | _model_keys(keys, plan, tp=tp, pp=pp * vpp, ep=ep, cp=cp)
+    for name in sorted(keys.keys() & {"freeze", "lr_mult", "wd_mult"}):
+        patterns: list[str] = keys[name]
+        keys[name] = [_LAYER.sub(lambda n: f"{int(n[0]) * keys['num_layers'] // real.num_layers}", p) for p in patterns]
+        if keys[name] != patterns:
+            notes.append(f"{name}, in the layers that there are: {', '.join(keys[name])}")
     sizes = {
         "tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp if layout.schedule == "interleaved" else None,

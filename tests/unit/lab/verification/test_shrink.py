@@ -52,6 +52,19 @@ def test_an_axis_without_room_is_named():
     assert any("data parallelism is left out" in note for note in shrunk.notes)
 
 
+def test_patterns_name_layers_that_there_are():
+    """A pattern of a layer that was left out would fit no parameter."""
+    patterns = ["decoder.layers.0.*", "decoder.layers.7.*", "embedding.*"]
+    config = make(num_layers=8, freeze=patterns, lr_mult=["*.layers.5.*=0.5"])
+    shrunk = as_case(config, resolve(config, world_size=2), shrink=True)
+    keys = shrunk.case.plan().config
+    assert keys.model.num_layers == 2
+    assert keys.optimizer.freeze == ["decoder.layers.0.*", "decoder.layers.1.*", "embedding.*"]
+    assert keys.optimizer.lr_mult == ["*.layers.1.*=0.5"]
+    named = [note for note in shrunk.notes if "in the layers that there are" in note]
+    assert [note.partition(",")[0] for note in named] == ["freeze", "lr_mult"]
+
+
 @pytest.mark.parametrize(("name", "chunks", "m"), [("zbv", 2, 7), ("interleaved", 3, 6), ("zb-h1", 1, 9)])
 def test_a_table_keeps_its_pipeline_and_micro_batches(tmp_path, name, chunks, m):
     """A table, which `schedule --write` leaves, is of one number of stages and one number of micro-batches."""
