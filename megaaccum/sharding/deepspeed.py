@@ -44,7 +44,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         super().__init__(plan, groups, chunks)
         if own_ranks := experts.of_chunks(chunks):
             zero.set_expert_ranks(own_ranks, groups.collection.ep, groups.expert_dp)
-        _mark_model_parallel(chunks, groups)
         separate_tied_copies(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
@@ -248,14 +247,3 @@ def separate_tied_copies(optimizer: torch.optim.Optimizer) -> None:
     (torch's fused AdamW) does so with the same elements of both.
     """
     zero12.split_groups(optimizer, lambda param: id(param) if names.is_tied(param) else None)
-
-
-def _mark_model_parallel(chunks: list[torch.nn.Module], groups: Groups) -> None:
-    """Make DeepSpeed count each parameter once in the norm that it takes for itself.
-
-    It counts a parameter on ranks other than 0 of the model-parallel group (tp x pp) only if it is marked, so that
-    unmarked norms and biases of later stages would drop out.
-    """
-    for _, param in names.named_parameters(chunks):
-        counted = groups.tp.rank() == 0 or not names.is_same_over_tp(param)
-        param.model_parallel = counted and not names.is_tied_copy(param)  # type: ignore[attr-defined]
