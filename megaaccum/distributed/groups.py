@@ -237,9 +237,8 @@ def destroy() -> None:
 class Mpu:
     """The `mpu` argument of deepspeed.initialize.
 
-    DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. It reduces its norm
-    and its overflow verdict over the *model-parallel* group as well, so that has to be tp x pp: with the tensor group
-    alone each pipeline stage clips by its own norm and skips on its own.
+    DeepSpeed reduces gradients, partitions parameters and averages over the data-parallel group. The model-parallel
+    group, tp x pp, is that of its norm and overflow verdict, which megaaccum takes in its place (upstream/zero).
     """
 
     def __init__(self, groups: Groups):
@@ -252,7 +251,6 @@ class Mpu:
             setattr(self, f"get_{name}_group", lambda group=group: group)
             setattr(self, f"get_{name}_rank", group.rank)
             setattr(self, f"get_{name}_world_size", group.size)
-        self.get_tensor_model_parallel_src_rank = lambda: dist.get_global_rank(groups.tp, 0)
 
 
 def all_like(members: list[int]) -> list[list[int]]:

@@ -142,13 +142,14 @@ def read_batch(
 ) -> Microbatches:
     """`data` as a step of `plan` takes it; the other fields as in Microbatches. If the forward step function has
     `weights` and `token_weights`, they say what is known of the micro-batches in advance. Raises ConfigError."""
-    listed = isinstance(data, Sequence) and not are_iterators(data)
+    # A stage in the middle may give an empty list.
+    listed = isinstance(data, Sequence) and not are_iterators(data) and (count is None or len(data) > 0)
     if count is None and not listed:
         raise ConfigError("data comes from an iterator: give num_microbatches with it")
     count = len(data) if count is None else count
     if listed and len(data) < count:
         raise ConfigError(f"num_microbatches is {count}, but the list has {len(data)}")
-    data = data[:count] if listed else data
+    data = data[:count] if listed and len(data) > count else data
     shapes = shapes_of(data) if listed else []
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]

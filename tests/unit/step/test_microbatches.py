@@ -21,6 +21,11 @@ def test_fewer_than_a_list_has_are_its_first() -> None:
     assert (len(found), len(found.data), found.tokens) == (2, 2, [1, 2])  # type: ignore[arg-type]
 
 
+def test_a_stage_that_reads_nothing_gives_an_empty_list() -> None:
+    found = read_batch(print, [], PLAN, first=0, count=2)  # type: ignore[arg-type]
+    assert (len(found), found.tokens) == (2, [4, 4])
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
