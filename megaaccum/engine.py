@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -414,12 +413,13 @@ class Engine:
     ) -> list[str]:
         """Load weights and buffers and, unless `only_weights`, the optimizer's state, if `override` permits the
         `differences` of the checkpoint. Returns a note on each. Raises CheckpointError on every rank."""
-        permitted = partial(resume.check_differences, checkpoint, differences, self.override)
+        notes: list[str] = []
         save_load.load(
             checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers,
-            only_weights=only_weights, new_momenta="optimizer" in self.override, check=permitted,
+            only_weights=only_weights, new_momenta="optimizer" in self.override,
+            check=lambda: notes.extend(resume.check_differences(checkpoint, differences, self.override)),
         )  # fmt: skip
-        return permitted()
+        return notes
 
     def whole_weights(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None

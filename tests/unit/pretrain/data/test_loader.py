@@ -286,10 +286,9 @@ def test_a_thread_reads_ahead_where_a_gpu_leaves_it_a_core(monkeypatch):
     with open_loader(num_workers=None):
         assert not loader_threads()
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
-    with monkeypatch.context() as with_a_device:
-        with_a_device.setattr(cpu, "device", lambda: torch.device("cuda", 1))
-        with open_loader(num_workers=None):
-            assert len(loader_threads()) == 1
+    monkeypatch.setattr(cpu, "device", lambda: torch.device("cuda", 1))
+    with open_loader(num_workers=None):
+        assert len(loader_threads()) == 1
 
 
 def test_closing_ends_the_thread_wherever_it_is():
