@@ -88,8 +88,8 @@ def _apply(config: Config, source: Source) -> list[str]:
 def _set_aside(config: Config, written: Set[str]) -> None:
     """Put keys of a file back for which the command line gives others, or which have no effect with what it gives."""
     rivals = {loser: min(group & written) for group in RIVALS if group & written for loser in group - written}
-    needs = {name: unmet_need(name, partial(value, config)).partition(" ")[0] for name in config.origin.keys() - written}
-    losers = rivals | {name: needed for name, needed in needs.items() if needed in written}
+    needs = {key: unmet_need(key, partial(value, config)).partition(" ")[0] for key in config.origin.keys() - written}
+    losers = rivals | {key: needed for key, needed in needs.items() if needed in written}
     for loser in sorted(losers.keys() & config.origin.keys()):
         reset(config, loser)
         config.notes.append(f"{loser} of the file is set aside: the command line gives {losers[loser]}.")
