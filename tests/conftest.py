@@ -33,6 +33,12 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """The folder in which the first run builds the embedded text, which takes seconds, for all."""
+    return tmp_path_factory.mktemp("texts")
+
+
 def in_turns(items, folder):
     """The items of each file that no other process has taken, which a file of that number in `folder` says."""
     for number, (_, of_file) in enumerate(itertools.groupby(items, key=lambda item: item.path)):

@@ -6,6 +6,8 @@ so that another version fails there with a list instead of in the middle of a st
 
 from __future__ import annotations
 
+from functools import cache
+
 from megaaccum.upstream import emerging, fsdp2, megatron, megatron_training, te
 from megaaccum.upstream.lookup import missing
 
@@ -17,6 +19,7 @@ def check() -> list[str]:
     return required() + fsdp2.check() + (missing("emerging") if emerging.is_installed() else [])
 
 
+@cache  # once for all forks, and for all names of megaaccum that a program imports
 def required() -> list[str]:
     """`check()` of what every run uses: `backend: fsdp2`, which needs a newer torch than the rest, looks its names up
     itself."""

@@ -28,7 +28,9 @@ def first_step(folder: str) -> tuple[str, list[list[int]], list[int]]:
     return data.digest, pull(data.train), pull(data.valid)
 
 
-def test_ranks_that_start_at_once_see_one_dataset_and_share_its_batch(tmp_path):
+def test_ranks_that_start_at_once_see_one_dataset_and_share_its_batch(tmp_path, texts):
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "data").symlink_to(texts)
     alone = run_ranks(first_step, 1, str(tmp_path / "alone"))
     for init in (True, False):
         folder = tmp_path / f"init-{init}"

@@ -183,12 +183,6 @@ def frames_of(flags: str, folder: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """The folder in which the first run builds the embedded text, for all."""
-    return tmp_path_factory.mktemp("texts")
-
-
 @pytest.mark.parametrize("schedule", ["none", "1f1b", "interleaved", "zbv", "dualpipev"])
 def test_frames_from_the_training_loop_to_the_schedule_and_to_the_users_forward(schedule: str, tmp_path, texts):
     pp = 1 if schedule == "none" else 2

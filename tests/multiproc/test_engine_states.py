@@ -371,7 +371,7 @@ def pairs_with_a_load_that_keeps(folder: str, mode: str) -> list[str]:
     from megaaccum.step.train_step import TrainStep
 
     TrainStep.abandon = lambda self: None  # type: ignore[method-assign]
-    return pairs(folder, mode)
+    return pairs(folder, mode, 3)
 
 
 def pairs_with_gradients_that_stay(folder: str, mode: str) -> list[str]:
@@ -381,7 +381,7 @@ def pairs_with_gradients_that_stay(folder: str, mode: str) -> list[str]:
 
     TrainStep.abandon = lambda self: setattr(self, "opened", None)  # type: ignore[method-assign]
     DdpBackend.begin_step = lambda self: None  # type: ignore[method-assign]
-    return pairs(folder, mode)
+    return pairs(folder, mode, 3)
 
 
 @pytest.mark.parametrize(

@@ -174,25 +174,25 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fall", "run"),
-    [
-        ("sft", 0.4, run_on_ranks),
-        ("grpo", 0.05, run_on_ranks),
-        ("hf_zero3", 0.2, run_on_ranks),
-        ("megatron_loop", 0.3, run_command),
-        ("rl_worker", 0.1, run_on_ranks),
-    ],
+    ("name", "fall"), [("sft", 0.4), ("grpo", 0.05), ("hf_zero3", 0.2), ("megatron_loop", 0.3), ("rl_worker", 0.1)]
 )
-def test_losses_fall_under_the_command_that_is_shown(name, fall, run, folder):
-    """One program around Megatron's loop is started by torchrun itself; around the engine that of the README is
-    (test_snippets.py). Two steps are compared, because rl_worker takes the
-    halves of its batch in turn."""
+def test_losses_fall_under_the_command_that_is_shown(name, fall, folder):
+    """The program of the README is started by torchrun itself (test_snippets.py). Two steps are compared, because
+    rl_worker takes the halves of its batch in turn."""
     if name == "hf_zero3":
         pytest.importorskip("transformers", reason="not installed: transformers")
     (command,) = commands_of(name)
-    losses = losses_of(run(command, folder))
+    losses = losses_of(run_on_ranks(command, folder))
     assert len(losses) == (6 if name == "rl_worker" else 5)
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - fall, losses
+
+
+def test_a_program_around_megatrons_loop_imports_what_it_needs_in_an_interpreter_of_its_own(tmp_path):
+    (tmp_path / "tiny_gpt.py").symlink_to(EXAMPLES / "tiny_gpt.py")
+    source = (EXAMPLES / "megatron_loop.py").read_text().replace(LAYOUT, "layout={}")
+    (tmp_path / "program.py").write_text(source)
+    losses = losses_of(run_command("python program.py", tmp_path))
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.3, losses
 
 
 def test_a_rollout_engine_has_the_weights_of_each_step(folder):

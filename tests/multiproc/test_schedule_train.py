@@ -26,14 +26,14 @@ def trained(flags: str) -> None:
     loop.train(config.resolve(load(None, flags.split()), world_size=2), advisor)
 
 
-def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path):
+def test_a_run_in_a_v_is_resumed_on_1f1b(tmp_path, texts):
     trace = tmp_path / "trace.json"
     for output, flags in (
         ("whole", f"--schedule dualpipev --schedule_trace {trace}"),
         ("changed", "--schedule dualpipev --max_steps 2"),
         ("changed", "--schedule 1f1b"),
     ):
-        places = f"--output_dir {tmp_path / output} --data_cache_path {tmp_path / 'cache'}"
+        places = f"--output_dir {tmp_path / output} --data_cache_path {texts}"
         run_ranks(trained, 2, f"{RUN} {places} {flags}", init=False, timeout=150)
     whole, changed = losses(tmp_path / "whole"), losses(tmp_path / "changed")
     assert ("train", 4) in whole and whole.keys() <= changed.keys()
@@ -54,7 +54,7 @@ def trained_from(path: str, flags: str) -> str:
     return plan.layout.schedule
 
 
-def test_a_search_leads_to_a_run(tmp_path):
+def test_a_search_leads_to_a_run(tmp_path, texts):
     """`schedule --write` makes one file, with its table beside it, that trains to the losses of 1F1B on that batch."""
     profile, run = tmp_path / "profile.json", tmp_path / "run.yaml"
     kinds = {kind: dict(forward=f, input_grad=i, weight_grad=w) for kind, f, i, w in
@@ -64,7 +64,7 @@ def test_a_search_leads_to_a_run(tmp_path):
     words = "schedule --pp 2 -m 6 --schedule zb-h1 --cut --search --memory-limit 3 --iterations 2000 --no-timeline"
     assert main([*words.split(), *f"--profile {profile} --config {tiny} --write {run}".split()]) == 0
     small = "--hidden_size 32 --seq_length 32 --nproc_per_node 2 --num_threads 1 --max_steps 2 --log_interval 1"
-    small += f" --eval_interval 0 --save_interval 0 --num_workers 0 --data_cache_path {tmp_path / 'cache'}"
+    small += f" --eval_interval 0 --save_interval 0 --num_workers 0 --data_cache_path {texts}"
     searched, named = tmp_path / "searched", tmp_path / "named"
     told = run_ranks(trained_from, 2, str(run), f"{small} --output_dir {searched}", init=False, timeout=150)
     assert told == [str(run.with_suffix(".csv"))] * 2

@@ -76,9 +76,9 @@ def test_the_line_of_a_recipe_runs_as_it_is(tmp_path):
     assert "sample" not in output
 
 
-def test_comparisons_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path):
+def test_comparisons_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path, texts):
     line = LINE.replace("core_metric_every 0", "text_comparisons_every 2").replace("sample_every 0", "sample_every 3")
-    small = " --num_layers 2 --hidden_size 32 --seq_length 64 --nproc_per_node 2"
+    small = f" --num_layers 2 --hidden_size 32 --seq_length 64 --nproc_per_node 2 --data_cache_path {texts}"
     output, records = run(line.replace("grad_accum_steps 8", "grad_accum_steps 2") + small, tmp_path)
     looks = [(record["kind"], record["step"]) for record in records if record["kind"] not in ("train", "valid")]
     assert looks == [("text_comparisons", 2), ("sample", 3), ("text_comparisons", 4), ("sample", 4)]

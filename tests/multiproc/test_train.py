@@ -39,9 +39,10 @@ def losses(output: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, texts):
     """The folder and the losses of a run that a shell starts."""
     folder = tmp_path_factory.mktemp("train")
+    (folder / "cache").symlink_to(texts)
     command = [sys.executable, "-m", "megaaccum", "train", *arguments(folder / "whole", folder / "cache")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stdout + ended.stderr

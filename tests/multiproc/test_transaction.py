@@ -62,8 +62,10 @@ def records(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
+def folder(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "cache").symlink_to(texts)
+    return folder
 
 
 def without_memory(record: dict) -> dict:

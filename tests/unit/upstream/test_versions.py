@@ -32,11 +32,17 @@ def test_these_versions_lack_nothing(upstream, monkeypatch):
 
 def test_names_that_are_missing_end_the_start_with_the_tested_versions(upstream, monkeypatch):
     monkeypatch.setattr(upstream.megatron, "check", lambda: ["layers.f is missing", "groups.g is missing"])
+    monkeypatch.setattr(upstream, "required", upstream.required.__wrapped__)  # not what it found before
     with pytest.raises(LaunchError) as error:
         preload.libraries()
     text = str(error.value)
     assert "layers.f is missing; groups.g is missing" in text
     assert all(f"{name} {version}" in text for name, version in upstream.TESTED.items())
+
+
+def test_names_are_looked_up_once_for_all_forks_and_imports(upstream, monkeypatch):
+    monkeypatch.setattr(upstream.megatron, "check", lambda: ["layers.f was looked up again"])
+    preload.libraries()
 
 
 def test_names_of_a_newer_torch_are_not_needed_without_fsdp2(upstream, monkeypatch):

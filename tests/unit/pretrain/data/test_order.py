@@ -122,8 +122,18 @@ def test_what_differs_is_named_with_both_sides(tmp_path, corpora):
     assert not data(tmp_path, ["0.75", a, "0.25", b], 99).differences(state), "the number of steps is no data"
 
 
-def test_made_up_samples_go_on_too(tmp_path):
+def test_made_up_samples_go_on_too(tmp_path, monkeypatch):
+    """Only the training part of the made-up data is indexed."""
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset
+
+    index, parts = MockGPTDataset._build_document_sample_shuffle_indices, []
+    monkeypatch.setattr(
+        MockGPTDataset,
+        "_build_document_sample_shuffle_indices",
+        lambda self: parts.append(self.index_split.name) or index(self),
+    )
     short, long = (data(tmp_path, ["embedded"], train_iters, mock_data=True) for train_iters in (10, 25))
     more = resumed(long, short, 20, 100)
     tokens = [more.train[index]["tokens"].tolist() for index in range(100)]
     assert tokens == [long.train[index]["tokens"].tolist() for index in range(100)]
+    assert {*parts} == {"train"}

@@ -33,9 +33,9 @@ def written(aside: Path, **keys: Any) -> Any:
     return config
 
 
-def test_the_tokenizer_of_the_embedded_text_is_that_of_transformers(tmp_path):
+def test_the_tokenizer_of_the_embedded_text_is_that_of_transformers(tmp_path, texts):
     transformers = pytest.importorskip("transformers", reason="not installed: transformers")
-    config = written(tmp_path / "out", data_path=["embedded"], output_dir=str(tmp_path / "run"))
+    config = written(tmp_path / "out", data_path=["embedded"], data_cache_path=str(texts))
     wanted = read_run_tokenizer(config, "a test").encode(TEXT).ids
     assert read_tokenizer(tmp_path / "out").encode(TEXT).ids == wanted
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
