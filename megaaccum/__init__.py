@@ -29,9 +29,10 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
+_ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
 _PLAIN = {
     "Plan": "megaaccum.config",
-    **dict.fromkeys("Batch Layout Optimizer Quantization Run Sharding Step".split(), "megaaccum.config.arguments"),
+    **dict.fromkeys(_ARGUMENTS, "megaaccum.config.arguments"),
     "verify": "megaaccum.lab.verification.user_model",
 }
 _OF_AN_ENGINE = {
@@ -51,7 +52,9 @@ def __getattr__(name: str) -> Any:
     if name == "megatron_loop":
         return importlib.import_module("megaaccum.loop")
     if name in _OF_AN_ENGINE:
-        importlib.import_module("megaaccum.distributed.preload").libraries()
+        from megaaccum.distributed import preload
+
+        preload.libraries()
     elif name not in _PLAIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module((_OF_AN_ENGINE | _PLAIN)[name]), name)
