@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
     """
     args = _parse(argv)
     prefix = Path(args.output_prefix)
-    _refuse_existing(prefix, args.overwrite)
+    there = [str(path) for suffix in _SUFFIXES if (path := with_suffix(prefix, suffix)).exists()]
+    if there and not args.overwrite:
+        raise DataError(f"{', '.join(there)} exists; choose another --output-prefix, or add --overwrite")
     source = Source(
         files=[Path(name) for name in args.input],
         format=args.format,
@@ -104,12 +106,6 @@ def _tokenizer(args: argparse.Namespace, source: Source, size: int) -> tokenizer
         return read_tokenizer(args.tokenizer)
     with _progress_bar("training the tokenizer", size) as progress:
         return train_tokenizer(source.documents(progress), args.vocab_size or _VOCAB_SIZE)
-
-
-def _refuse_existing(prefix: Path, overwrite: bool) -> None:
-    there = [str(path) for suffix in _SUFFIXES if (path := with_suffix(prefix, suffix)).exists()]
-    if there and not overwrite:
-        raise DataError(f"{', '.join(there)} exists; choose another --output-prefix, or add --overwrite")
 
 
 @contextmanager
