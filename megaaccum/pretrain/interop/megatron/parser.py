@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +27,7 @@ from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, check_number, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
+from megaaccum.platform.files import installed
 from megaaccum.platform.replacing import environment, replaced
 from megaaccum.texts import read_text
 
@@ -236,7 +236,7 @@ def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
         if own is not None:
             return [flag, *values]
         near = meant(flag) or did_you_mean(flag, [*_spellings().values(), *map(_dashed, all_keys())], cutoff=0.7)
-        given.problems.append(f"unknown flag {flag}{near} (megatron-core {version('megatron-core')}).")
+        given.problems.append(f"unknown flag {flag}{near} (megatron-core {installed('megatron-core')}).")
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
