@@ -36,7 +36,7 @@ def test_nothing_heavy_is_imported(code):
 
 
 def test_check_answers_at_once():
-    """What it would import for nothing takes longer than its answer: unittest.mock alone brings asyncio, ssl, email."""
+    """Imports of no use take longer than its answer: unittest.mock alone brings asyncio, ssl and email."""
     config = str(Path(__file__).parents[2] / "configs" / "llama3_405b.yaml")
     code = f"from megaaccum.cli import main; assert main(['check', {config!r}]) == 0"
     found = loaded_after(code, ("torch", "unittest.mock", "asyncio", "ssl", "importlib.metadata", "numpy"))
