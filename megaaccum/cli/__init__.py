@@ -117,22 +117,26 @@ def _unread() -> int:
 GRACE_SECONDS = 10.0
 """Before a rank that says nothing ends: torchrun and deepspeed end all ranks with the first one, and who speaks may be
 late."""
+_OF_LAUNCHERS = {"TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID"}
+"""Variables of launchers that start all ranks of a host with the same files and command line."""
 
 
 def complain(error: BaseException, code: int) -> int:
     """Prints the error as the user reads it, and returns `code`.
 
     Under torchrun or the deepspeed launcher each rank prints its own, with its number; what ranks have in common, one
-    of them prints.
+    of them prints. A rank that was started by hand prints it too, unless it has been ended meanwhile: its files and its
+    command line may be others.
     """
+    rank = os.environ.get("RANK")
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
     speaker = {"rank 0": "RANK", "one rank per host": "LOCAL_RANK"}.get(getattr(error, "printed_by", ""))
     if speaker is not None:
         if os.environ.get(speaker, "0") == "0":
-            print(f"megaaccum: {text}", file=sys.stderr)
+            rank = None
         else:
             time.sleep(GRACE_SECONDS)
-        return code
-    rank = os.environ.get("RANK")
+            if speaker == "RANK" or _OF_LAUNCHERS & os.environ.keys():
+                return code
     print(f"megaaccum: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
     return code

@@ -64,26 +64,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     from megaaccum.pretrain.weights.rows import families
 
     parser = command_parser("export", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--hf", type=Path, metavar="DIR", help="the folder of the model to write: new, or empty")
-    target.add_argument(
-        "--consolidated", type=Path, metavar="DIR", help="a folder for one file under the run's own names"
-    )
-    target.add_argument(
-        "--megatron", type=Path, metavar="DIR", help="a folder for Megatron's --load, of its format torch_dist"
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)"
-    )
-    parser.add_argument("--only_weights", action="store_true", help="with --megatron: without the optimizer's state")
-    parser.add_argument("--family", choices=list(families()["families"]), help="default: the first that has the model")
-    parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="a model with the config.json and tokenizer (default: init_from)"
-    )
-    parser.add_argument("--via", choices=("bridge",), help="weights by Megatron-Bridge's mapping, if it is installed")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
-    parser.add_argument(
-        "--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)"
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="output_dir of a run")
+    one_of = parser.add_mutually_exclusive_group(required=True).add_argument
+    one_of("--hf", type=Path, metavar="DIR", help="the folder of the model to write: new, or empty")
+    one_of("--consolidated", type=Path, metavar="DIR", help="a folder for one file under the run's own names")
+    one_of("--megatron", type=Path, metavar="DIR", help="a folder for Megatron's --load, of its format torch_dist")
+    add("--checkpoint", type=Path, metavar="DIR", help="a checkpoint's folder (default: the current one)")
+    add("--only_weights", action="store_true", help="with --megatron: without the optimizer's state")
+    add("--family", choices=list(families()["families"]), help="default: the first that has the model")
+    add("--like", type=Path, metavar="DIR", help="a model with the config.json and tokenizer (default: init_from)")
+    add("--via", choices=("bridge",), help="weights by Megatron-Bridge's mapping, if it is installed")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)")
     return parser.parse_args(list(argv))

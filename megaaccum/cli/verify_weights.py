@@ -20,11 +20,10 @@ from megaaccum.distributed import preload
 def main(argv: Sequence[str]) -> int:
     """Verify a folder of weights, and return the exit code. Raises MegaaccumError."""
     parser = command_parser("verify", __doc__)
-    parser.add_argument("--weights", type=Path, required=True, metavar="DIR", help="the folder of a model")
-    parser.add_argument("--run", type=Path, metavar="RUN", help="output_dir of the run that it was exported from")
-    parser.add_argument(
-        "--no-logits", action="store_true", help="compare bytes alone, for a model too large for a host"
-    )
+    add = parser.add_argument
+    add("--weights", type=Path, required=True, metavar="DIR", help="the folder of a model")
+    add("--run", type=Path, metavar="RUN", help="output_dir of the run that it was exported from")
+    add("--no-logits", action="store_true", help="compare bytes alone, for a model too large for a host")
     args = parser.parse_args(list(argv))
     preload.libraries()  # the CPU lane's stand-ins have to be there before Megatron is imported
     from megaaccum.distributed.start import end_process_group

@@ -18,11 +18,14 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
 
     Appends to `notes` what is neither Megatron-LM's default nor obvious. own_model: see plan.resolve.
     """
-    _derive_attention(config.model)
-    if config.model.position_embedding_type == "yarn" and not config.model.multi_latent_attention:
+    model = config.model
+    _fill(model, num_query_groups=model.num_attention_heads, max_position_embeddings=model.seq_length)
+    if model.num_attention_heads > 0:
+        _fill(model, kv_channels=model.hidden_size // model.num_attention_heads)
+    if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         config.megatron = YARN | config.megatron
-    _derive_mlp(config.model)
-    _derive_recompute(config.model)
+    _derive_mlp(model)
+    _derive_recompute(model)
     _derive_batch(config)
     if config.batch.static_graph and config.batch.batch_warmup_steps:
         notes.append(f"static_graph: batch_warmup_steps {config.batch.batch_warmup_steps} is set to 0.")
@@ -59,12 +62,6 @@ def _fill(section: object, **defaults: object) -> None:
     for name, default in defaults.items():
         if getattr(section, name) is None:
             setattr(section, name, default)
-
-
-def _derive_attention(model: ModelConfig) -> None:
-    _fill(model, num_query_groups=model.num_attention_heads, max_position_embeddings=model.seq_length)
-    if model.num_attention_heads > 0:
-        _fill(model, kv_channels=model.hidden_size // model.num_attention_heads)
 
 
 def _derive_mlp(model: ModelConfig) -> None:

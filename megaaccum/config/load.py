@@ -87,12 +87,16 @@ def _apply(config: Config, source: Source) -> list[str]:
 
 def _set_aside(config: Config, written: Set[str]) -> None:
     """Put keys of a file back for which the command line gives others, or which have no effect with what it gives."""
-    rivals = {loser: min(group & written) for group in RIVALS if group & written for loser in group - written}
+    givers = {name: name for name in written}
+    for group in RIVALS:
+        for loser in (group - written) & config.origin.keys() if group & written else ():
+            givers[loser] = min(group & written)
+            reset(config, loser)  # before what needs it is looked for
     needs = {key: unmet_need(key, partial(value, config)).partition(" ")[0] for key in config.origin.keys() - written}
-    losers = rivals | {key: needed for key, needed in needs.items() if needed in written}
-    for loser in sorted(losers.keys() & config.origin.keys()):
+    givers |= {key: givers[needed] for key, needed in needs.items() if needed in givers}
+    for loser in sorted(givers.keys() - written):
         reset(config, loser)
-        config.notes.append(f"{loser} of the file is set aside: the command line gives {losers[loser]}.")
+        config.notes.append(f"{loser} of the file is set aside: the command line gives {givers[loser]}.")
 
 
 def reset(config: Config, name: str) -> None:

@@ -179,15 +179,11 @@ class Plan:
         keys |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
         batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
-        ramp = {"batch ramp": self.ramp.intervals}
-        return keys | layout | batch | ramp | theirs | self._table_facts()
-
-    def _table_facts(self) -> dict[str, object]:
-        """A hash of the table in a schedule's file, which every rank reads until rank 0 has shared its own."""
-        if not self.layout.schedule.endswith(".csv"):
-            return {}
-        table = stored_table(self.layout.schedule)
-        return {"schedule table": hashlib.sha256(repr((table.stages, table.items)).encode()).hexdigest()[:16]}
+        facts = keys | layout | batch | {"batch ramp": self.ramp.intervals} | theirs
+        if self.layout.schedule.endswith(".csv"):  # a table that every rank reads until rank 0 has shared its own
+            table = stored_table(self.layout.schedule)
+            facts["schedule table"] = hashlib.sha256(repr((table.stages, table.items)).encode()).hexdigest()[:16]
+        return facts
 
 
 def resolve(config: Config, *, world_size: int, own_model: bool = False) -> Plan:

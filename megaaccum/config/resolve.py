@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from megaaccum.config.batch import SIZES, BatchPlan, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
-from megaaccum.config.keys import choices
+from megaaccum.config.keys import ALIASES, choices, value
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
@@ -47,7 +48,8 @@ def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolve
     derive(resolved, notes, own_model=own_model)
     subject = Subject.from_config(resolved, written=config, world_size=world_size, own_model=own_model)
     problems = broken_rules(subject)
-    dp = _data_parallel_size(resolved, world_size)
+    model = math.prod(value(resolved, ALIASES[axis]) for axis in ("tp", "cp", "pp"))
+    dp = world_size // model if model > 0 and world_size % model == 0 else 0  # which a rule reports
     batch = _cut_batch(resolved, dp, notes, problems) if dp else None
     ramp = _ramp(resolved, batch, notes, problems) if batch is not None and not problems else None
     problems += lr_spans.too_long(resolved, ramp) if ramp is not None else ()
@@ -79,13 +81,6 @@ def _ramp(config: Config, batch: BatchPlan, notes: list[str], problems: list[str
     except ConfigError as error:
         problems += error.problems
         return None
-
-
-def _data_parallel_size(config: Config, world_size: int) -> int:
-    """dp = world / (tp * cp * pp), or 0 if that is no whole number, which a rule reports."""
-    parallel = config.parallel
-    model = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    return world_size // model if model > 0 and world_size % model == 0 else 0
 
 
 def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -> BatchPlan | None:
@@ -144,16 +139,5 @@ def _layout(config: Config, world_size: int, dp: int) -> RankLayout:
     parallel = config.parallel
     assert parallel.schedule is not None, "derive names a schedule"
     placement = "loop" if parallel.schedule == "none" else entry(parallel.schedule).placement
-    assert parallel.expert_tensor_parallel_size is not None
-    return RankLayout(
-        world_size=world_size,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        vpp=parallel.virtual_pipeline_model_parallel_size or 1,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-        dp=dp,
-        schedule=parallel.schedule,
-        placement=placement,
-    )
+    sizes = {axis: value(config, ALIASES[axis]) or 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    return RankLayout(world_size=world_size, dp=dp, schedule=parallel.schedule, placement=placement, **sizes)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
+import socket
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +51,10 @@ def start_process_group(plan: Plan) -> None:
     Raises LaunchError if the ranks cannot meet.
     """
     if not cpu.has_accelerator():
-        _outlast_gloo()
+        # gloo's threads drop the tensors of a finished operation a little after it is done, for which they need the
+        # interpreter: one that is ending already makes them abort the process ("terminate called without an active
+        # exception", torch 2.13).
+        atexit.register(time.sleep, 0.25)
     if torch.distributed.is_initialized():
         return
     slurm.adopt()
@@ -59,6 +65,7 @@ def start_process_group(plan: Plan) -> None:
         torch.set_num_threads(plan.config.run.num_threads)
     determinism.apply(plan)
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
+    _await_name(os.environ.get("MASTER_ADDR", "localhost"), timeout.total_seconds())
     try:
         torch.distributed.init_process_group(cpu.backend(), timeout=timeout)
     except torch.distributed.DistError as error:
@@ -67,6 +74,23 @@ def start_process_group(plan: Plan) -> None:
             f"the ranks cannot meet at {address} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}. If the "
             "port is in use, give the launcher another --master_port"
         ) from error
+
+
+def _await_name(address: str, seconds: float) -> None:
+    """Wait until this host knows the name of rank 0's, which a cluster may tell only when that has started. torch would
+    write its own frames at each try. Raises LaunchError after `seconds`."""
+    begun = time.monotonic()
+    for attempt in itertools.count():
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            text = f"MASTER_ADDR is {address}, which this host cannot resolve ({error.strerror})"
+        if time.monotonic() - begun > seconds:
+            raise LaunchError(f"{text}: set it to the name or the address of rank 0's host")
+        if attempt == 0:
+            print(f"megaaccum: {text}: trying for {seconds:g} s", file=sys.stderr, flush=True)
+        time.sleep(1)
 
 
 def build_groups(plan: Plan) -> Groups:
@@ -96,13 +120,6 @@ def _checked(plan: Plan, collection: ProcessGroupCollection) -> Groups:
 
 
 @functools.cache
-def _outlast_gloo() -> None:
-    """Let this process wait a moment when its program ends. gloo's threads drop the tensors of a finished operation a
-    little after it is done, for which they need the interpreter: one that is ending already makes them abort the
-    process ("terminate called without an active exception", torch 2.13)."""
-    atexit.register(time.sleep, 0.25)
-
-
 def end_process_group() -> None:
     """Leave torch.distributed when all ranks have come here."""
     torch.distributed.barrier()

@@ -49,8 +49,10 @@ class ExpertCounter:
         self._shape = model.num_layers + (model.mtp_num_layers or 0), experts + 1 if experts else 0
         self._counts = self.begin()
         for module in (each for chunk in chunks for each in chunk.modules() if experts):
-            if isinstance(module, Router) and (number := _layer_number(module, model.num_layers)) is not None:
-                module.register_forward_hook(partial(self._count, number - 1))
+            if isinstance(module, Router) and module.layer_number is not None:
+                # Prediction layers have numbers of their own, and come after the others.
+                before = model.num_layers if module.is_mtp_layer else 0
+                module.register_forward_hook(partial(self._count, before + module.layer_number - 1))
 
     def begin(self) -> torch.Tensor:
         """Count from here on into a tensor of zeros, which is returned: [layers, experts and the routed copies]."""
@@ -84,9 +86,3 @@ class ExpertCounter:
         routed, kept = (sum(row[column] for row in found.values()) for column in (0, 1))
         worst = max(row[3] for row in found.values())
         return ExpertLoads({at: row[2] for at, row in found.items()}, worst, 1.0 - kept / routed)
-
-
-def _layer_number(router: Any, num_layers: int) -> int | None:
-    """The number of the router's layer in the whole model, from 1, prediction layers after the others."""
-    number: int | None = router.layer_number
-    return number if number is None or not router.is_mtp_layer else number + num_layers

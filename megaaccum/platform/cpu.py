@@ -36,18 +36,9 @@ def has_accelerator() -> bool:
 
 def device() -> torch.device:
     """The torch.device that this rank computes on."""
-    if not has_accelerator():
-        return _host()
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-@functools.cache
-def _host() -> torch.device:
-    import torch
-
-    return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if has_accelerator() else torch.device("cpu")
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:

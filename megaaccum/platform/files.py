@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +61,8 @@ def free_bytes(path: Path) -> int:
 
 def installed(name: str) -> str | None:
     """The version of an installed distribution; None if there is none of that name."""
+    from importlib import metadata  # with email and csv, which most commands start without
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

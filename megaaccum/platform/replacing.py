@@ -1,8 +1,9 @@
-"""Attributes of libraries that are others for a while."""
+"""Attributes of libraries, and variables of the environment, that are others for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,3 +25,15 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with these variables in this process' environment, which is put back whole afterwards."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -134,7 +134,9 @@ def simulate(schedule: Schedule, costs: Costs, *, early_send: bool | None = None
         free[rank] = now
     if num_left:
         raise ScheduleError(f"schedule {schedule.name} cannot end; `validate` says which ranks wait for whom")
-    return Simulation(makespan=max(free), busy=tuple(map(_covered, spans)), spans=tuple(tuple(each) for each in spans))
+    # A rank's spans are in order and overlap only where they are equal.
+    busy = tuple(sum(end - start for start, end in dict.fromkeys(each)) for each in spans)
+    return Simulation(makespan=max(free), busy=busy, spans=tuple(tuple(each) for each in spans))
 
 
 def _each(durations: Durations, stages: int) -> list[float]:
@@ -143,11 +145,6 @@ def _each(durations: Durations, stages: int) -> list[float]:
     if len(durations) != stages:
         raise ScheduleError(f"{len(durations)} durations for {stages} stages: give one number, or one per stage")
     return [float(each) for each in durations]
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of spans that are in order and overlap only where they are equal."""
-    return sum(end - start for start, end in dict.fromkeys(spans))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.step.train_step import TrainStep
 
-_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate")
+_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward")
 _CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40

@@ -56,17 +56,13 @@ def filled(microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan) -> 
     return [*microbatches, *[dummy] * (batch.num_microbatches - len(microbatches))]
 
 
-def dummy_of(microbatch: Microbatch) -> Microbatch:
-    """A micro-batch of the same shape and weight zero: token 0 everywhere, all of it masked."""
-    present = {name: each for name in (*_ZEROED, "num_tokens") if (each := microbatch.get(name)) is not None}
-    return {**microbatch, **{name: torch.zeros_like(each) for name, each in present.items()}}
-
-
 def stand_in(bad: Any, healthy: Any | None) -> Any:
     """The micro-batch that runs in place of `bad`, with a weight of zero: a dummy of its shape. If the user defines the
     format, it is `healthy`, another one; without that it is `bad` itself, and the step is skipped."""
     if isinstance(bad, dict) and bad.keys() >= set(_ZEROED) and (healthy is None or bad.keys() <= _OURS):
-        return dummy_of(bad)
+        # Token 0 everywhere, all of it masked.
+        present = {name: each for name in (*_ZEROED, "num_tokens") if (each := bad.get(name)) is not None}
+        return {**bad, **{name: torch.zeros_like(each) for name, each in present.items()}}
     return bad if healthy is None else healthy
 
 

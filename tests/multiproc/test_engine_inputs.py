@@ -389,6 +389,7 @@ def wrong_calls() -> dict[str, str]:
         made = engine()
         call = getattr(made, name)
         seen[f"one iterator, {name}"] = said(lambda call=call: call(iter(given) if rank else given))
+    seen["counts of a forward"] = said(lambda: made.forward(batches(4 + rank)))
     seen["one iterator, after it"] = said(lambda: made.train_step(batches()))
     made = engine(keys=KEYS | dict(batch=KEYS["batch"] | dict(static_graph=True)))
     seen["part of a graph"] = said(lambda: made.forward_backward(batches(4 - rank)))
@@ -422,12 +423,13 @@ def wrong_calls() -> dict[str, str]:
 CALLS = {
     "no gradient": "step 1 has no gradient: call forward_backward before optim_step",
     "counts": "ranks disagree about num_microbatches (rank 0: 2; rank 1: 3)",
-    "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate) (rank 0:"
-    " 1; rank 1: 2)",
+    "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4 forward)"
+    " (rank 0: 1; rank 1: 2)",
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "one iterator, forward_backward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "one iterator, forward": "rank 1: data comes from an iterator: give num_microbatches with it",
+    "counts of a forward": "ranks disagree about num_microbatches (rank 0: 4; rank 1: 5)",
     "one iterator, after it": "",
     "part of a graph": "rank 1: static_graph true: a call takes the 4 micro-batches of a step, not 3",
     "no function": "no forward_step_func: give one to initialize, or with the call",

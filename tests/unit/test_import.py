@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,9 @@ import megaaccum
 HEAVY = ("torch", "deepspeed", "megatron", "numpy", "rich", "matplotlib")
 
 
-def loaded_after(code):
-    """Which of HEAVY a fresh interpreter has imported after `code`."""
-    show = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+def loaded_after(code, names=HEAVY):
+    """Which of `names` a fresh interpreter has imported after `code`."""
+    show = f"import sys; print([name for name in {names!r} if name in sys.modules], file=sys.stderr)"
     answer = subprocess.run(
         [sys.executable, "-c", f"{code}\n{show}"], capture_output=True, text=True, timeout=60, check=True
     )
@@ -32,6 +33,14 @@ def loaded_after(code):
 )
 def test_nothing_heavy_is_imported(code):
     assert loaded_after(code).splitlines()[-1] == "[]"
+
+
+def test_check_answers_at_once():
+    """Imports of no use take longer than its answer: unittest.mock alone brings asyncio, ssl and email."""
+    config = str(Path(__file__).parents[2] / "configs" / "llama3_405b.yaml")
+    code = f"from megaaccum.cli import main; assert main(['check', {config!r}]) == 0"
+    found = loaded_after(code, ("torch", "unittest.mock", "asyncio", "ssl", "importlib.metadata", "numpy"))
+    assert found == "['numpy']", "the planner's"
 
 
 def test_the_check_sees_a_heavy_import():

@@ -107,7 +107,8 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f"{key} hides the all-to-all of experts, but there is none (num_experts {model.num_experts},"
             f" expert_model_parallel_size {parallel.expert_model_parallel_size}): leave it out."
         )
-    if not _has_pairs(subject.schedule):
+    # A forward meets a backward in Megatron's loops, and in the pairs of a table.
+    if subject.schedule not in ("none", "interleaved", "dualpipev") and not subject.schedule.endswith(".csv"):
         yield (
             f"{key} interleaves a forward with a backward, but schedule {subject.schedule} pairs none: set schedule to"
             f" dualpipev or interleaved, {off}."
@@ -132,11 +133,6 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f"{key} with mtp_num_layers {model.mtp_num_layers} cannot weigh the prediction loss of each micro-batch by"
             f" its own tokens, as loss_norm microbatch does: set loss_norm to token, {off}."
         )
-
-
-def _has_pairs(schedule: str) -> bool:
-    """Whether a forward meets a backward, in Megatron's loops or in the pairs of a table."""
-    return schedule in ("none", "interleaved", "dualpipev") or schedule.endswith(".csv")
 
 
 def chunk_count(subject: Subject) -> Iterator[str]:

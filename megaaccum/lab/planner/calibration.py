@@ -49,22 +49,18 @@ def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
         **dict(zip(("half_m", "half_n", "half_k"), halves, strict=True)),
         **({"network": 1.0} if "net_gb_per_s" in links else {}),
     }
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
     return {
         "like": like,
-        "hbm_gib": round(_memory_bytes(device) / GIB, 2),
+        "hbm_gib": round(memory_bytes / GIB, 2),
         "peak_tflops": round(peak / 1e12, 4),
         **({} if device.type == "cuda" else {"hbm_tb_per_s": round(memory / 1e12, 5)}),
         **links,
         "efficiency": {key: float(f"{value:.4g}") for key, value in efficiency.items()},
         "source": f"measured on {name or 'a CPU'} with torch {torch.__version__}",
     }
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Bytes that a process can have: of the GPU, or of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float:

@@ -89,7 +89,10 @@ class Candidates:
         """The row under every recompute and sync mode; streaming is ZeRO-3's."""
         stage = int(self.limits.fixed.get("zero", self.zero_stage))
         row |= dict(zero_stage=stage, sequence_parallel=int(row["tp"] > 1))
-        for recompute in self._recomputes():
+        modules = set(self.model.recompute_modules or ["core_attn"])
+        # Recomputing only the scores saves nothing if attention is fused and keeps none.
+        keeps_none = self.fused_attention and modules == {"core_attn"}
+        for recompute in ("none", "full") if keeps_none else RECOMPUTE:
             if not self.limits.allows("recompute", recompute):
                 continue
             # Without another rank that shares parameters, streaming is the program that resident is.
@@ -97,11 +100,6 @@ class Candidates:
             for mode in SYNC_MODES if stage == 3 else ("resident",):
                 if self.limits.allows("sync", mode) and not (alone and mode == "streaming"):
                     yield row | dict(recompute=RECOMPUTE.index(recompute), sync=SYNC_MODES.index(mode))
-
-    def _recomputes(self) -> tuple[str, ...]:
-        """Recomputing only the scores saves nothing if attention is fused and keeps none."""
-        modules = set(self.model.recompute_modules or ["core_attn"])
-        return ("none", "full") if self.fused_attention and modules == {"core_attn"} else RECOMPUTE
 
     def grids(self) -> Iterator[tuple[int, int, int]]:
         """(tp, cp, pp) that divide the world and the model."""

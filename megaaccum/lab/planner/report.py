@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from megaaccum.config.batch import BatchPlan
 from megaaccum.lab.planner.certainty import fit_probability
 from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
 from megaaccum.lab.planner.layout_config import checked, planned_keys
@@ -139,18 +138,17 @@ def explain(ranked: Ranked, index: int) -> str:
     """The arithmetic of one layout, line by line, with the formulas' names and sources."""
     at = ranked.name_of(index)
     plan = checked(ranked.workload, at)
+    axes = " * ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "pp", "dp"))
+    ranks = f"world_size = {axes} = {plan.layout.world_size}"
     sections = [
-        (f"Layout {index + 1}", _layout_lines(at, plan.batch)),
+        (
+            f"Layout {index + 1}",
+            [ranks, *plan.batch.describe().splitlines()],
+        ),
         ("Memory of the most loaded rank", _memory_lines(ranked, index)),
         ("Time of a step", _time_lines(ranked, index)),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
-
-
-def _layout_lines(at: dict[str, Any], batch: BatchPlan) -> list[str]:
-    world = at["tp"] * at["cp"] * at["pp"] * at["dp"]
-    ranks = f"world_size = tp {at['tp']} * cp {at['cp']} * pp {at['pp']} * dp {at['dp']} = {world}"
-    return [ranks, *batch.describe().splitlines()]
 
 
 _MEMORY_SOURCES = {

@@ -76,7 +76,9 @@ def search(workload: Workload, limits: Limits | None = None, *, rank: str = "def
     time = workload.time_model(model).step(kept)
     order, unbeaten = _order(kept, _rows(memory, fits), time, rank)
     memory = _rows(_rows(memory, fits), order)
-    return Ranked(kept.select(order), memory, _time_rows(time, order), len(layouts), workload, unbeaten)
+    parts = {name: seconds[order] for name, seconds in time.by_part.items()}
+    time = StepTime(time.total[order], parts, time.exposed[order], time.bubble[order])
+    return Ranked(kept.select(order), memory, time, len(layouts), workload, unbeaten)
 
 
 def accepted(workload: Workload, layouts: Layouts) -> Layouts:
@@ -123,11 +125,6 @@ def _order(at: Layouts, memory: Memory, time: StepTime, rank: str) -> tuple[np.n
 
 def _rows(memory: Memory, rows: np.ndarray) -> Memory:
     return Memory({k: v[rows] for k, v in memory.by_kind.items()}, memory.rank[rows], memory.in_flight[rows])
-
-
-def _time_rows(time: StepTime, rows: np.ndarray) -> StepTime:
-    parts = {name: seconds[rows] for name, seconds in time.by_part.items()}
-    return StepTime(time.total[rows], parts, time.exposed[rows], time.bubble[rows])
 
 
 def _closest_miss(workload: Workload, limits: Limits, layouts: Layouts, memory: Memory) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Predicted:
         return ", ".join(f"{kind} {amount(size)}" for kind, size in largest if size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """The cost of sync modes on the layout of `plan`. vocab: entries of the vocabulary before padding. layers: those of
     the machine that trains; None is a GPU with Transformer Engine. usage: what its device keeps beside tensors."""
@@ -65,6 +65,11 @@ class Forecast:
     layers: Layers | None = None
     usage: Usage = field(default_factory=Usage)
 
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of the whole model, in its order."""
+        return stages_of(self.plan.config)
+
     def every(self) -> list[Predicted]:
         """Every sync mode, the one that the plan names among them."""
         return [self.predict(mode) for mode in footprint.every(self.plan)]
@@ -72,7 +77,7 @@ class Forecast:
     def predict(self, mode: ShardingMode) -> Predicted:
         """The cost of `mode`."""
         at = self.plan.layout
-        ranks = rank_kinds(stages_of(self.plan.config), pp=at.pp, schedule=at.schedule)
+        ranks = rank_kinds(self.stages, pp=at.pp, schedule=at.schedule)
         moved = max((self.moved(mode, rank) for rank in ranks), key=lambda each: each.total)
         peak = self.model(mode).peak(self.layout(mode))
         return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
@@ -119,14 +124,14 @@ class Forecast:
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""
         at = self.plan.layout
-        return chunks_of_rank(stages_of(self.plan.config), pp_rank, pp=at.pp, schedule=at.schedule)
+        return chunks_of_rank(self.stages, pp_rank, pp=at.pp, schedule=at.schedule)
 
     def model(self, mode: ShardingMode) -> MemoryModel:
         """The planner's memory model of `mode`."""
         config, batch = self.plan.config, self.plan.batch
         made = memory_model(
             config, self.vocab, [mode], made_of=self.layers or on_a_gpu(config), usage=self.usage,
-            stages=stages_of(config), flushes=batch.num_microbatches // batch.microbatches_per_flush,
+            stages=self.stages, flushes=batch.num_microbatches // batch.microbatches_per_flush,
         )  # fmt: skip
         return replace(made, at_owners=self._at_owners(mode), most_owned=partial(most_owned, self.plan))
 

@@ -186,7 +186,8 @@ class _Measure:
         pieces = by_name([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
         if not pieces or not trues:
             return
-        total = _root_mean_square({n: each - near[n] for n, each in trues.items()} if moves else trues)
+        sizes = {n: each - near[n] for n, each in trues.items()} if moves else trues
+        total = (sum(float(each.square().sum()) for each in sizes.values()) / len(sizes)) ** 0.5  # root mean square
         for name, true in trues.items():
             if name not in pieces:
                 if kind != MODEL:
@@ -294,10 +295,6 @@ def _largest(ranks: list[Observed], true: dict[str, torch.Tensor]) -> float:
             off = (piece.values - mine[piece.start : piece.start + piece.values.numel()]).abs()
             largest = max(largest, float(off.max()) if off.numel() else 0.0)
     return largest
-
-
-def _root_mean_square(tensors: dict[str, torch.Tensor]) -> float:
-    return (sum(float(each.square().sum()) for each in tensors.values()) / max(len(tensors), 1)) ** 0.5
 
 
 def _distance(got: float, true: float) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 
 from megaaccum.config import Config, Plan
 from megaaccum.config.keys import all_keys, value
 from megaaccum.config.load import given
+from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.verification.case import Case, Keys
 
 MOST_RANKS = 8
@@ -46,8 +48,10 @@ _NEED_A_GPU = {
     "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
 }  # fmt: skip
-_LAYER = re.compile(r"(?<=layers\.)\d+")
-"""The number of a layer in a pattern of parameters' names."""
+_NUMBER = re.compile(r"(?<=(layers|xperts)\.)(\d+|\[[\d-]+\])(?=[.*=]|$)")
+"""The number of a layer or an expert, or a range of some, in a pattern of parameters' names."""
+_PLACED = re.compile(rf"{_NUMBER.pattern}|fc(\d|\[[^]]*\])|=[^=]*$")
+"""Digits that the smaller model has a meaning for: these numbers, those of names, and a factor."""
 
 
 @dataclass(slots=True)
@@ -123,11 +127,7 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     vpp = layout.vpp if is_table else min(layout.vpp, 2)
     real = plan.config.model
     keys = keys | _model_keys(keys, plan, tp=tp, pp=pp * vpp, ep=ep, cp=cp)
-    for name in sorted(keys.keys() & {"freeze", "lr_mult", "wd_mult"}):
-        patterns: list[str] = keys[name]
-        keys[name] = [_LAYER.sub(lambda n: f"{int(n[0]) * keys['num_layers'] // real.num_layers}", p) for p in patterns]
-        if keys[name] != patterns:
-            notes.append(f"{name}, in the layers that there are: {', '.join(keys[name])}")
+    _fit_patterns(keys, real, notes)
     sizes = {
         "tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp if layout.schedule == "interleaved" else None,
@@ -157,6 +157,30 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
         f" {rounds * chunks} of {batch.num_microbatches} micro-batches",
     )
     return {name: each for name, each in keys.items() if each is not None}, world_size
+
+
+def _fit_patterns(keys: Keys, real: ModelConfig, notes: list[str]) -> None:
+    """Have patterns of parameters' names fit the smaller model; leave out those that may fit nothing there."""
+    counts = {"layers": (keys["num_layers"], real.num_layers)}
+    counts["xperts"] = keys.get("num_experts") or 1, real.num_experts or 1
+    for name in sorted(keys.keys() & {"freeze", "lr_mult", "wd_mult"}):
+        patterns: list[str] = keys[name]
+        unfit = [each for each in patterns if re.search(r"\d", _PLACED.sub("", each))]
+        keys[name] = [_NUMBER.sub(partial(_mapped, counts), each) for each in patterns if each not in unfit]
+        if unfit:
+            notes.append(f"{name} {', '.join(unfit)} is left out: it may fit no parameter of the smaller model")
+        if not set(keys[name]) <= set(patterns):
+            notes.append(f"{name}, in the layers and experts that there are: {', '.join(keys[name])}")
+
+
+def _mapped(counts: dict[str, tuple[int, int]], found: re.Match[str]) -> str:
+    """The numbers in the smaller model of the layers or experts that `found` names. counts: here and in the real
+    model."""
+    here, real = counts[found[1]]
+    digits = re.sub(r"(\d)-(\d)", lambda ends: "".join(map(str, range(int(ends[1]), int(ends[2]) + 1))), found[2])
+    numbers = digits.strip("[]") if digits[0] == "[" else [digits]
+    mapped = sorted({int(each) * here // real for each in numbers})
+    return str(mapped[0]) if len(mapped) == 1 else f"[{''.join(map(str, mapped))}]"
 
 
 def _sizes(tp: int, cp: int, pp: int, dp: int, *, keep_pp: bool) -> tuple[int, int, int, int]:

@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
     """
     args = _parse(argv)
     prefix = Path(args.output_prefix)
-    _refuse_existing(prefix, args.overwrite)
+    there = [str(path) for suffix in _SUFFIXES if (path := with_suffix(prefix, suffix)).exists()]
+    if there and not args.overwrite:
+        raise DataError(f"{', '.join(there)} exists; choose another --output-prefix, or add --overwrite")
     source = Source(
         files=[Path(name) for name in args.input],
         format=args.format,
@@ -104,12 +106,6 @@ def _tokenizer(args: argparse.Namespace, source: Source, size: int) -> tokenizer
         return read_tokenizer(args.tokenizer)
     with _progress_bar("training the tokenizer", size) as progress:
         return train_tokenizer(source.documents(progress), args.vocab_size or _VOCAB_SIZE)
-
-
-def _refuse_existing(prefix: Path, overwrite: bool) -> None:
-    there = [str(path) for suffix in _SUFFIXES if (path := with_suffix(prefix, suffix)).exists()]
-    if there and not overwrite:
-        raise DataError(f"{', '.join(there)} exists; choose another --output-prefix, or add --overwrite")
 
 
 @contextmanager
@@ -154,27 +150,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="megaaccum data build",
         description="Make a .bin/.idx pair for training, its tokenizer beside it, from text or JSONL, plain or gzip.",
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, in the order to read them")
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="write P.bin, P.idx and P.tokenizer.json")
-    parser.add_argument(
-        "--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by name (.jsonl, .json, .ndjson)"
-    )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in JSONL (default: text)")
-    parser.add_argument(
-        "--one-document-per-file",
-        action="store_true",
-        help="a text file is one document (default: empty lines separate documents)",
-    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files, in the order to read them")
+    add("--output-prefix", required=True, metavar="P", help="write P.bin, P.idx and P.tokenizer.json")
+    add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by name (.jsonl, .json, .ndjson)")
+    add("--json-key", default="text", metavar="KEY", help="key of the text in JSONL (default: text)")
+    one = "a text file is one document (default: empty lines separate documents)"
+    add("--one-document-per-file", action="store_true", help=one)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="FILE", help="Hugging Face tokenizers file, or a folder with one")
     which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE tokenizer on the input")
-    parser.add_argument(
-        "--vocab-size", type=_positive, metavar="N", help=f"of a trained tokenizer (default: {_VOCAB_SIZE})"
-    )
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--vocab-size", type=_positive, metavar="N", help=f"of a trained tokenizer (default: {_VOCAB_SIZE})")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help="processes (default: the cores)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    add("--workers", type=_positive, default=cores, metavar="N", help="processes (default: the cores)")
+    add("--overwrite", action="store_true", help="replace an existing pair")
     args = parser.parse_args(argv)
     if args.tokenizer and args.vocab_size:
         parser.error(f"--vocab-size {args.vocab_size} is for --train-tokenizer; {args.tokenizer} has its own size")

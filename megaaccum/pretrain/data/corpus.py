@@ -29,18 +29,14 @@ def chapters() -> list[str]:
     Splits take documents from one end, so validation would be the last chapters of one novel if they were not mixed.
     """
     documents = []
-    for novel in _novels():
+    folder = resources.files("megaaccum.pretrain.data") / "text"
+    for file in sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name):
+        novel = file.read_text(encoding="utf-8")
         starts = [match.start() for match in _CHAPTER.finditer(novel)]
         ends = [*starts[1:], len(novel)]
         starts[0] = 0  # the title belongs to the first chapter
         documents += [novel[start:end].strip() + "\n" for start, end in zip(starts, ends, strict=True)]
     return sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
-
-
-def _novels() -> list[str]:
-    folder = resources.files("megaaccum.pretrain.data") / "text"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name)
-    return [f.read_text(encoding="utf-8") for f in files]
 
 
 def embedded_prefix(folder: Path, tokenizer_model: str | None = None) -> Path:

@@ -54,14 +54,12 @@ class Source:
                 File and line are named.
         """
         for path in self.files:
-            read = self._read_jsonl if self._is_jsonl(path) else self._read_text
+            name = path.name.lower().removesuffix(".gz")
+            is_jsonl = self.format == "jsonl" or (self.format == "auto" and name.endswith(_JSON_SUFFIXES))
+            read = self._read_jsonl if is_jsonl else self._read_text
             for text in read(path, _lines(path, progress)):
                 if text.strip():
                     yield text
-
-    def _is_jsonl(self, path: Path) -> bool:
-        name = path.name.lower().removesuffix(".gz")
-        return self.format == "jsonl" or (self.format == "auto" and name.endswith(_JSON_SUFFIXES))
 
     def _read_text(self, path: Path, lines: Iterator[bytes]) -> Iterator[str]:
         """The documents of a text file: runs of lines between empty ones, or all lines. A document keeps its inner line

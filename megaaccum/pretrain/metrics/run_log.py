@@ -107,7 +107,8 @@ class RunLog:
         self._last_seen = full["step"]
         self._write(full)
         self._progress.add(full)
-        if self._is_due(full["step"]):
+        interval = self._plan.config.run.log_interval
+        if full["step"] in (self._first_step, self._last_step) or (interval > 0 and full["step"] % interval == 0):
             self.note(self._progress.line(full))
             self._services.flush()
 
@@ -224,10 +225,6 @@ class RunLog:
             self._receipt.close(outcome, self._last_seen, record["time"])
         except MegaaccumError as error:
             self.problem = error
-
-    def _is_due(self, step: int) -> bool:
-        interval = self._plan.config.run.log_interval
-        return step in (self._first_step, self._last_step) or (interval > 0 and step % interval == 0)
 
     def _is_recorded(self, record: Record) -> bool:
         """Whether a step has a line in the journal whatever comes after it."""

@@ -7,20 +7,18 @@ family.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError
-from megaaccum.platform.replacing import replaced
+from megaaccum.platform.replacing import environment, replaced
 from megaaccum.pretrain.weights import config_json
 from megaaccum.pretrain.weights.rows import Rows, rows_of, theirs_of
 
@@ -150,7 +148,7 @@ def _only_tensors(path: Path) -> Iterator[None]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     known: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    with patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}), torch.serialization.safe_globals(known):
+    with environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}), torch.serialization.safe_globals(known):
         try:
             yield
         except pickle.UnpicklingError as error:

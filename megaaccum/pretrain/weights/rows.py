@@ -7,7 +7,7 @@ theirs that lie one below the other in ours, and both directions go by that list
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -106,29 +106,14 @@ def rows_of(family: str, name: str, num_rows: int, model: Model) -> list[Rows] |
     return None
 
 
-Spans = Iterator[tuple[str, int, int, int]]
+Spans = Iterable[tuple[str, int, int, int]]
 """Name of theirs, first row, row after the last, step between rows."""
-
-
-def _same(theirs: list[str], num_rows: int, model: Model) -> Spans:
-    yield theirs[0], 0, num_rows, 1
 
 
 def _vocabulary(theirs: list[str], num_rows: int, model: Model) -> Spans:
     yield theirs[0], 0, model["vocab_size"], 1
     if num_rows > model["vocab_size"]:
         yield "", 0, num_rows - model["vocab_size"], 1
-
-
-def _gate_up(theirs: list[str], num_rows: int, model: Model) -> Spans:
-    for name in theirs:
-        yield name, 0, num_rows // 2, 1
-
-
-def _interleaved(theirs: list[str], num_rows: int, model: Model) -> Spans:
-    """Even rows, then odd ones: gate and up."""
-    for start in range(2):
-        yield theirs[0], start, num_rows, 2
 
 
 def _qkv(theirs: list[str], num_rows: int, model: Model) -> Spans:
@@ -146,5 +131,10 @@ def _qkv(theirs: list[str], num_rows: int, model: Model) -> Spans:
 
 
 OPERATIONS: dict[str, Callable[[list[str], int, Model], Spans]] = {
-    "same": _same, "vocabulary": _vocabulary, "gate_up": _gate_up, "interleaved": _interleaved, "qkv": _qkv,
-}  # fmt: skip
+    "same": lambda theirs, num_rows, _: [(theirs[0], 0, num_rows, 1)],
+    "vocabulary": _vocabulary,
+    "gate_up": lambda theirs, num_rows, _: [(name, 0, num_rows // 2, 1) for name in theirs],
+    # Even rows, then odd ones: gate and up.
+    "interleaved": lambda theirs, num_rows, _: [(theirs[0], start, num_rows, 2) for start in range(2)],
+    "qkv": _qkv,
+}

@@ -183,6 +183,19 @@ def test_the_rank_that_speaks_for_all_is_not_ended_by_another(monkeypatch, capsy
     assert capsys.readouterr().err == "megaaccum: error: too few ranks\n"
 
 
+@pytest.mark.parametrize("launcher", ["", "SLURM_PROCID", "TORCHELASTIC_USE_AGENT_STORE"])
+def test_a_rank_that_was_started_by_hand_says_what_no_launcher_has_ended_it_for(monkeypatch, capsys, launcher):
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    error = ConfigError("unknown key lrr")
+    error.printed_by = "one rank per host"
+    for name in ("RANK", "LOCAL_RANK", *filter(None, [launcher])):
+        monkeypatch.setenv(name, "1")
+    assert cli.complain(error, 2) == 2
+    assert waits == [cli.GRACE_SECONDS]
+    assert capsys.readouterr().err == ("" if launcher else "megaaccum: rank 1: error: unknown key lrr\n")
+
+
 def test_a_machine_does_not_start_another_number_of_ranks_than_the_file_is_for(capsys) -> None:
     """The one of tiny_cpu.yaml starts 4 ranks; a plan for 64 needs its hosts' launcher."""
     config = str(Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml")

@@ -109,6 +109,16 @@ def test_another_way_to_say_it_is_set_aside_too(
     assert config.notes == [f"{lost} of the file is set aside: the command line gives {kept}."]
 
 
+def test_what_needs_a_key_that_is_set_aside_is_set_aside_with_it(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "fp16: true\nloss_scale: 1024"), ["--bf16"])
+    assert not given(config, "fp16") and not given(config, "loss_scale")
+    assert config.notes == [
+        f"{lost} of the file is set aside: the command line gives bf16." for lost in ("fp16", "loss_scale")
+    ]
+    config = load(write(tmp_path, "loss_scale: 1024"), ["--bf16"])
+    assert given(config, "loss_scale"), "the file lacks fp16 already, which a rule reports"
+
+
 def test_what_the_file_says_stays_if_it_has_an_effect(tmp_path: Path) -> None:
     config = load(write(tmp_path, "backend: ddp\nzero_stage: 2"), ["--backend", "deepspeed"])
     assert (config.sharding.zero_stage, config.notes) == (2, [])

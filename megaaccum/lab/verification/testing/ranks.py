@@ -24,9 +24,9 @@ from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from megaaccum.lab.verification.testing import tensors
+from megaaccum.platform.replacing import environment
 from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.launch.processes import RankError, describe_status
 
@@ -241,7 +241,7 @@ def _environment(hide_gpus: bool) -> contextlib.AbstractContextManager[Any]:
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # These ranks are the CPU lane on a machine with GPUs too.
     hidden = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}
-    return patch.dict(os.environ, hidden, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    return environment(hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------

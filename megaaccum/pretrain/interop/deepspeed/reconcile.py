@@ -49,17 +49,12 @@ class Reconciler:
                 self.notes.append(f"{key} {typed} is taken from deepspeed.{path}.")
             setattr(section, key, typed)
             self.config.origin[key] = ORIGIN
-        elif ours != typed and self.outranked(key):
+        elif ours != typed and self.config.origin.get(key) == COMMAND_LINE != self.config.origin.get("deepspeed"):
             self.notes.append(f"deepspeed.{path} {value} is set aside: the command line gives {key} {ours}.")
         elif ours != typed:
             self.problems.append(
                 f"deepspeed.{path} is {value} and {key} is {ours}: make them equal, or leave one of them out."
             )
-
-    def outranked(self, key: str) -> bool:
-        """Whether `key` is from the command line but the JSON is not."""
-        origin = self.config.origin
-        return origin.get(key) == COMMAND_LINE != origin.get("deepspeed")
 
     def refuse(self, path: str, value: object, instead: str) -> None:
         """Report that `path` of the JSON is not supported, and what to write instead."""

@@ -12,25 +12,23 @@ import contextlib
 import copy
 import dataclasses
 import io
-import os
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 from megaaccum.config.keys import all_keys, canonical
 from megaaccum.config.megatron_arguments import fork_flags, listed
 from megaaccum.config.source import Source, check_number, flag_groups, meant, parse_yaml, read_command_line
 from megaaccum.errors import ConfigError, did_you_mean
 from megaaccum.platform import cpu, quiet
-from megaaccum.platform.replacing import replaced
+from megaaccum.platform.files import installed
+from megaaccum.platform.replacing import environment, replaced
 from megaaccum.texts import read_text
 
 _ABSENT: Any = object()
@@ -237,7 +235,8 @@ def _parse_group(flag: str, values: list[str], given: ParsedFlags) -> list[str]:
         own = canonical(flag.removeprefix("--")) or canonical(flag.removeprefix("--no-"))
         if own is not None:
             return [flag, *values]
-        given.problems.append(f"unknown flag {flag}{_nearest(flag)} (megatron-core {version('megatron-core')}).")
+        near = meant(flag) or did_you_mean(flag, [*_spellings().values(), *map(_dashed, all_keys())], cutoff=0.7)
+        given.problems.append(f"unknown flag {flag}{near} (megatron-core {installed('megatron-core')}).")
         return []
     if rest:
         given.problems.append(f"{shown}: unexpected {' '.join(rest)}.")
@@ -297,10 +296,6 @@ def _read_yaml_key(name: str, value: object, given: ParsedFlags) -> None:
         given.written[name] = f"{name}: {value}"
 
 
-def _nearest(flag: str) -> str:
-    return meant(flag) or did_you_mean(flag, [*_spellings().values(), *map(_dashed, all_keys())], cutoff=0.7)
-
-
 # --- Megatron's own check ------------------------------------------------------------------------------------------
 
 
@@ -342,14 +337,14 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _as_on_a_gpu(environment: dict[str, str]) -> Iterator[None]:
+def _as_on_a_gpu(variables: dict[str, str]) -> Iterator[None]:
     """Context in which `validate_args` finds a Hopper GPU and a new Transformer Engine. Suppresses output."""
     import torch
 
     gpu = replaced(torch.cuda, get_device_capability=lambda *_: (9, 0))
     te = replaced(_arguments(), get_device_arch_version=lambda: 9, is_te_min_version=lambda *_, **__: True)
     silence = contextlib.redirect_stdout(io.StringIO())
-    with patch.dict(os.environ, environment), gpu, te, warnings.catch_warnings(), silence:
+    with environment(variables), gpu, te, warnings.catch_warnings(), silence:
         warnings.simplefilter("ignore")
         yield
 

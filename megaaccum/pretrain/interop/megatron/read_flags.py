@@ -50,7 +50,9 @@ def read_flags(
     reading = Reading(whole=whole, outranking=outranking, notes=given.notes + given.own.notes, problems=problems)
     reading.problems += [unknown.problem() for unknown in given.own.unknown]
     for key, value in given.own.values.items():
-        _put_own(key, value, given, reading)
+        place = given.own.places[key]
+        given.written.setdefault(place, place)
+        reading.put(key, value, given, place)
     _put_same_names(given, reading)
     for rule in RULES:
         rule(given, reading)
@@ -58,12 +60,6 @@ def read_flags(
         _put_defaults(given, reading)
     _put_model_fields(given, reading)
     return reading
-
-
-def _put_own(key: str, value: object, given: ParsedFlags, reading: Reading) -> None:
-    place = given.own.places[key]
-    given.written.setdefault(place, place)
-    reading.put(key, value, given, place)
 
 
 def _put_same_names(given: ParsedFlags, reading: Reading) -> None:

@@ -61,8 +61,21 @@ def test_patterns_name_layers_that_there_are():
     assert keys.model.num_layers == 2
     assert keys.optimizer.freeze == ["decoder.layers.0.*", "decoder.layers.1.*", "embedding.*"]
     assert keys.optimizer.lr_mult == ["*.layers.1.*=0.5"]
-    named = [note for note in shrunk.notes if "in the layers that there are" in note]
+    named = [note for note in shrunk.notes if "in the layers and experts that there are" in note]
     assert [note.partition(",")[0] for note in named] == ["freeze", "lr_mult"]
+
+
+def test_patterns_of_experts_and_ranges_name_what_there_is():
+    patterns = ["decoder.layers.[4-7].*", "*.layers.[06].*", "*.experts.local_experts.7.*", "*fc[12]*", "*layers.5*"]
+    lost = ["*experts.*7*", "*.layers.1?.*", "*.[2-3].mlp.*"]
+    config = make(num_layers=8, num_experts=16, wd_mult=[f"{each}=0.5" for each in patterns + lost], freeze=lost)
+    shrunk = as_case(config, resolve(config, world_size=2), shrink=True)
+    keys = shrunk.case.plan().config
+    assert (keys.model.num_layers, keys.model.num_experts) == (2, 4)
+    there = ["decoder.layers.1.*", "*.layers.[01].*", "*.experts.local_experts.1.*", "*fc[12]*", "*layers.1*"]
+    assert keys.optimizer.wd_mult == [f"{each}=0.5" for each in there]
+    assert keys.optimizer.freeze == []
+    assert f"freeze {', '.join(lost)} is left out: it may fit no parameter of the smaller model" in shrunk.notes
 
 
 @pytest.mark.parametrize(("name", "chunks", "m"), [("zbv", 2, 7), ("interleaved", 3, 6), ("zb-h1", 1, 9)])
