@@ -282,7 +282,7 @@ def check_fit(
         elif not only_weights and (differs := _differs(stored, state, backend.matrices, new_momenta)):
             wrong.append(
                 f"{name} has {differs} in {current}, where another optimizer stepped it: set optimizer or"
-                " muon_matrices back (a run goes from adam to muon with override optimizer, and not back)"
+                " muon_matrices back (override optimizer leads from adam to muon and soap), or no_load_optim to true"
             )
         elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")

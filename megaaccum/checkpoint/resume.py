@@ -63,7 +63,7 @@ def check_differences(
     refused = [name for name, texts in differing.items() if texts and name not in override]
     if refused:
         texts = [f"{text}; {remedy}" for name in refused for text, remedy in differing[name].items()]
-        names = ",".join(refused)
+        names = ",".join(refused) + (" (to muon and soap), or no_load_optim to true" if "optimizer" in refused else "")
         raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or set override to {names}"]))
     return [f"override {name}: {text}" for name, texts in differing.items() for text in texts]
 

@@ -93,7 +93,7 @@ class StreamingBackend(DeepSpeedBackend):
         for chunk in chunks:
             released_linear.install(chunk)
         for unit in self.units:
-            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_forward(unit))
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit), prepend=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
 
     # --- Megatron's hooks: the flush as a whole needs little ---

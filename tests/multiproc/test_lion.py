@@ -8,6 +8,7 @@ import pytest
 
 from megaaccum.errors import CheckpointError
 from megaaccum.lab.verification.testing import run_ranks
+from tests.support import whole_runs
 from tests.support.faults import differences
 from tests.support.muon import (
     BACKENDS,
@@ -123,6 +124,17 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         )
         assert "made with adam, the configuration says lion" in refused[2]
         assert "has exp_avg and exp_avg_sq, not exp_avg, in" in refused[3]
+
+
+def test_an_error_names_the_key_by_which_a_run_goes_from_adam_to_lion(tmp_path):
+    whole_runs.make_data(tmp_path)
+    assert whole_runs.train(tmp_path, train_iters=4, exit_interval=2).code == 0
+    lion = dict(train_iters=4, optimizer="lion")
+    for override in ({}, {"override": "optimizer"}):
+        refused = whole_runs.train(tmp_path, **lion, **override)
+        assert refused.code != 0 and "no_load_optim to true" in refused.output
+    begun = whole_runs.train(tmp_path, **lion, no_load_optim=True)
+    assert begun.code == 0 and "step 4/4" in begun.output, begun.output
 
 
 def lion_of_megatron(case: Case) -> list[tuple[str, tuple[float, float], set[str]]]:

@@ -487,3 +487,29 @@ def test_a_second_derivative_is_right_or_refused(sync: str):
     """FSDP2 releases a weight after the first: torch's error was of a storage out of bounds."""
     assert "takes no create_graph" in run_ranks(with_a_penalty, 1, "fsdp2", sync)[0]
     assert sync == "streaming" or run_ranks(with_a_penalty, 1, "ddp", sync)[0] < 1e-5
+
+
+def with_a_hook_that_reads_a_weight(sync: str | None) -> Weights:
+    """Gradients of a layer whose input a hook shifts by the sum of the layer's weight. sync: None for one process."""
+    import torch
+
+    model = stage(0, 1, "plain")
+    model.layer.register_forward_pre_hook(lambda layer, args: args[0] + layer.weight.detach().sum())
+    if sync is None:
+        for batch in data():
+            model(batch).square().sum().div(LENGTH * COUNT).backward()
+        return {f"stages.0.{name}": param.grad for name, param in model.named_parameters()}
+    engine = engine_on(plan_of(sharding=dict(zero_stage=3, sync=sync)), [model])
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    engine.train_step(data()[torch.distributed.get_rank() :: 2])
+    return {name: before[name] - tensor for name, tensor in engine.whole_weights()}
+
+
+@pytest.mark.parametrize("sync", ["resident", "streaming"])
+def test_a_hook_before_a_layers_forward_reads_its_whole_weight(sync: str):
+    """A weight that is not gathered has no elements, whose sum is 0."""
+    whole = with_a_hook_that_reads_a_weight(None)
+    for found in run_ranks(with_a_hook_that_reads_a_weight, 2, sync, timeout=60):
+        assert found.keys() == whole.keys()
+        for name, grad in found.items():
+            assert (grad - whole[name]).norm() <= 1e-5 * whole[name].norm(), name
