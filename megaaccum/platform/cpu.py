@@ -21,8 +21,6 @@ from megaaccum.platform.replacing import replaced
 if TYPE_CHECKING:
     import torch
 
-_installed = False
-
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like")
 
 
@@ -54,10 +52,11 @@ def backend() -> str:
     return "nccl" if has_accelerator() else "gloo"
 
 
+@functools.cache
 def install() -> None:
-    """Prepare this process for the CPU lane; call it before Megatron or DeepSpeed is imported. No-op with a GPU."""
-    global _installed
-    if _installed or has_accelerator():
+    """Prepare this process for the CPU lane; call it before Megatron or DeepSpeed is imported. No-op with a GPU, and
+    when called again."""
+    if has_accelerator():
         return
     _hide_gpu_extensions()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for other vendors' devices
@@ -67,7 +66,6 @@ def install() -> None:
     _redirect_all_to_all()
     _redirect_uneven()
     _adapt_deepspeed()
-    _installed = True
 
 
 @contextlib.contextmanager
@@ -111,8 +109,8 @@ def _hide_gpu_extensions() -> None:
     extensions = ("transformer_engine", "apex")
     if loaded := [name for name in extensions if sys.modules.get(name) is not None]:
         raise RuntimeError(f"megaaccum.platform.cpu.install() has to run before {', '.join(loaded)} is imported")
-    modules: dict[str, Any] = sys.modules
-    modules |= dict.fromkeys(extensions)  # an import of None raises ModuleNotFoundError
+    # An import of None raises ModuleNotFoundError.
+    sys.modules.update(dict.fromkeys(extensions))  # type: ignore[arg-type]
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
