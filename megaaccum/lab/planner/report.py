@@ -141,10 +141,7 @@ def explain(ranked: Ranked, index: int) -> str:
     axes = " * ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "pp", "dp"))
     ranks = f"world_size = {axes} = {plan.layout.world_size}"
     sections = [
-        (
-            f"Layout {index + 1}",
-            [ranks, *plan.batch.describe().splitlines()],
-        ),
+        (f"Layout {index + 1}", [ranks, *plan.batch.describe().splitlines()]),
         ("Memory of the most loaded rank", _memory_lines(ranked, index)),
         ("Time of a step", _time_lines(ranked, index)),
     ]
