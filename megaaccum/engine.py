@@ -27,7 +27,6 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
@@ -324,7 +323,7 @@ class Engine:
             sample_index: the number in the global batch of each, if it is not the planned one.
         """
         with self._guarded(trains=True):
-            before = rng.snapshot()
+            restore = self.train_steps.restorer()
             with self.observer.watching():
                 attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
             try:
@@ -332,7 +331,7 @@ class Engine:
             finally:
                 self.backend.discard()
                 router_state.begin_step(self.chunks)
-                rng.restore(before)
+                restore()
                 self.observer.pop()  # no step's measurements
 
     @contextmanager

@@ -78,22 +78,18 @@ def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
     parameter. (`axis_fragmentations` is None because this rank's share of ZeRO-1 may end anywhere.)"""
     state = {}
     for key, piece, tensor in _parts(backend, groups):
+        count = getattr(piece.param, "ds_numel", piece.param.numel())
         state[key] = ShardedTensor(
             key="optimizer/" + key.removesuffix("copy"),
             data=_copy(tensor),
             dtype=tensor.dtype,
             local_shape=tuple(tensor.shape),
-            global_shape=(_numel(piece),),
+            global_shape=(int(count) if piece.shape is None else math.prod(piece.shape),),
             global_offset=(piece.start,),
             axis_fragmentations=None,
             replica_id=int(pieces.is_elsewhere(piece, groups)),
         )
     return {STATE: state}
-
-
-def _numel(piece: StatePiece) -> int:
-    count = getattr(piece.param, "ds_numel", piece.param.numel())
-    return int(count) if piece.shape is None else math.prod(piece.shape)
 
 
 def local_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:

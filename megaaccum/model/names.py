@@ -120,6 +120,13 @@ def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False))
 
 
+def mark_cut_offsets(chunk: torch.nn.Module) -> None:
+    """Mark the offsets of a softmax, one per head, as cut over tp, which Megatron-core 0.19 does not say."""
+    for name, param in chunk.named_parameters():
+        if name.endswith("softmax_offset"):
+            vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+
+
 def is_same_over_tp(param: torch.nn.Parameter) -> bool:
     """Whether all tp ranks hold the same numbers of this parameter."""
     return not is_sharded_over_tp(param) and not is_expert(param)
@@ -129,8 +136,10 @@ def is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     """Whether each tp rank computes only a part of this parameter's gradient, though all hold the whole parameter:
     under sequence parallelism (it sees a part of the sequence), and norms of queries and keys (a part of the heads)."""
     of_heads = ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "is_of_latent", False)
-    # The biases of experts have Megatron's mark too, but are summed over expert_dp, whose ranks are those of tp.
-    return (bool(getattr(param, "sequence_parallel", False)) and not is_expert(param)) or of_heads
+    # The biases of experts have Megatron's mark too, but are summed over expert_dp, whose ranks are those of tp. An
+    # indexer of sparse attention has it as well, but sees the whole sequence on every rank.
+    is_whole = is_expert(param) or getattr(param, "average_gradients_across_tp_domain", False)
+    return (bool(getattr(param, "sequence_parallel", False)) and not is_whole) or of_heads
 
 
 def mark_matrix(param: torch.nn.Parameter, parts: tuple[Any, ...], *, at_owner: bool) -> None:

@@ -40,7 +40,12 @@ def build(plan: Plan, chunks: list[torch.nn.Module]) -> torch.optim.Optimizer:
         # A fused kernel rounds the last elements of a tensor, which no vector holds, otherwise than those before them
         # (torch 2.13, on a CPU), and a shard's end is not the parameter's.
         return torch.optim.AdamW(groups, fused=False, **options)
-    fused = _fused_adam(on_dtensors=plan.config.sharding.backend == "fsdp2") if _takes_fused(plan) else None
+    # The moments of Transformer Engine's and apex's Adam are FP32 whatever the weights are: `optimizer_dtype: bf16` is
+    # chosen to avoid that.
+    sharding = plan.config.sharding
+    masters = sharding.params_dtype if sharding.backend == "ddp" else sharding.optimizer_dtype
+    serves = cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
+    fused = _fused_adam(on_dtensors=sharding.backend == "fsdp2") if serves else None
     if fused is not None:
         return fused(groups, adam_w_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
@@ -104,14 +109,6 @@ def hidden_rates(config: Config) -> dict[str, float] | None:
     if not fields.get("use_mup") or width == 1.0:
         return None
     return {"max_lr": keys.lr / width, "min_lr": keys.min_lr / width, "eps": keys.adam_eps / width}
-
-
-def _takes_fused(plan: Plan) -> bool:
-    """Whether Transformer Engine's or apex's Adam serves: on a GPU, and where what it updates is FP32. Their moments
-    are FP32 whatever the weights are, which `optimizer_dtype: bf16` is chosen to avoid."""
-    sharding = plan.config.sharding
-    masters = sharding.params_dtype if sharding.backend == "ddp" else sharding.optimizer_dtype
-    return cpu.has_accelerator() and sharding.offload_optimizer == "none" and masters in (None, "fp32")
 
 
 def _fused_adam(*, on_dtensors: bool) -> Callable[..., torch.optim.Optimizer] | None:

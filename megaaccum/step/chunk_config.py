@@ -58,6 +58,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     accept_packed_sequences(chunks)
     for chunk in chunks:
         _answer_schedules(chunk)
+        names.mark_cut_offsets(chunk)
         config: Any = chunk.config
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths

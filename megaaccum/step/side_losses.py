@@ -9,7 +9,7 @@ split, micro-batch i counts with the weight W_i / N of the step:
     else: W_i is the micro-batch's own weight where that is known in advance, `expected_tokens`, or its tokens, masked
           ones included, which is Megatron's own meaning under calculate_per_token_loss
 
-Multi-token prediction is a sum over tokens, as the loss itself is.
+Multi-token prediction is a sum over tokens, as the loss itself is, and so is the loss of a sparse attention's indexer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -37,6 +38,7 @@ class SideLosses:
             getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
         )
         self._predicts = any(getattr(config, "mtp_num_layers", None) for config in self._configs)
+        self._indexes = "dsa" in (getattr(config, "experimental_attention_variant", "") for config in self._configs)
         if self._predicts and any(getattr(config, "context_parallel_size", 1) > 1 for config in self._configs):
             megatron.weigh_predictions_over_cp()
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
@@ -47,7 +49,7 @@ class SideLosses:
     @property
     def are_there(self) -> bool:
         """Whether the chunks have losses beside that of the last stage."""
-        return self._balances or self._predicts
+        return self._balances or self._predicts or self._indexes
 
     def begin_attempt(self, divisor: Divisor, loss_scale: float) -> None:
         """Take the divisor and the loss scale of a step's backwards."""
@@ -74,8 +76,10 @@ class SideLosses:
         for config in self._configs:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
+            if self._indexes:
+                config.experimental_attention_variant_loss_scale_func = lambda _: _scale_sums_over_tokens(prediction)
         MoEAuxLossAutoScaler.set_loss_scale(balance)  # a flush may go on with a backward
-        MTPLossAutoScaler.set_loss_scale(prediction)
+        _scale_sums_over_tokens(prediction)
 
     def note(self, total: float) -> str:
         """By how much the coefficients of balancing and z losses were off in a step whose weight, of this rank's share,
@@ -94,8 +98,7 @@ class SideLosses:
         index = microbatch - self._batch.first
         if self._balances:
             MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index)))
-        if self._predicts:
-            MTPLossAutoScaler.set_loss_scale(self._scalar(self.prediction_scale(self._batch, index)))
+        _scale_sums_over_tokens(self._scalar(self.prediction_scale(self._batch, index)))
 
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
@@ -117,3 +120,9 @@ class SideLosses:
         if value not in self._scalars:
             self._scalars[value] = torch.full((), value, dtype=torch.float64, device=cpu.device())
         return self._scalars[value]
+
+
+def _scale_sums_over_tokens(scale: torch.Tensor) -> None:
+    """Set the scale of multi-token prediction, and of the indexer of sparse attention, which keeps the tensor."""
+    MTPLossAutoScaler.set_loss_scale(scale)
+    DSAIndexerLossAutoScaler.set_loss_scale(scale.clone())

@@ -59,10 +59,10 @@ class SpeculativeTrainStep(TrainStep):
         with self.observer.watching():
             if self._begun is not None and self._begun[2] is not microbatches:
                 self.drop_begun()
-            begun, self._begun = self._begun, None
             note = ""
-            if begun is None or upcoming is None:  # else what is to be agreed on travels with the next verdict
+            if self._begun is None or upcoming is None:  # else what is to be agreed on travels with the next verdict
                 batch, stop, note = self.agree(microbatches, step, stop=stop, problem=problem)
+            begun, self._begun = self._begun, None  # not before: if the agreement raises, it is still to be ended
             if begun is not None:
                 opened, batch, _ = begun
                 self.begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
@@ -111,7 +111,8 @@ class SpeculativeTrainStep(TrainStep):
         backend.finish_reduction()
         self.observer.phase("norm")
         square = grad_norm.own_square(backend, self.groups)
-        (of_stage,) = sums_over_ranks([square], self.groups.dp_cp)
+        # Over the ranks that share collectives of an update, which all make or none.
+        (of_stage,) = sums_over_ranks([square], self.groups.collection.tp_dp_cp)
         factor = 1.0 / backend.loss_scale  # N is in the loss
         updates = self.is_unclipped(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
@@ -154,7 +155,7 @@ class SpeculativeTrainStep(TrainStep):
 
     def _begin_early(self, step: int, batch: Microbatches, divisor: Divisor, *, is_ready: bool) -> OpenStep:
         """Begin step `step`, and run its forwards up to the first backward if ranks are ready for them."""
-        opened = OpenStep(step, self._restorer())
+        opened = OpenStep(step, self.restorer())
         opened.divisor, opened.expert_counts = divisor, self._experts.begin()
         self.side_losses.begin_attempt(divisor, self.recovery.loss_scale)
         with self.observer.flushing(), self.seeds.flush(step):

@@ -8,7 +8,6 @@ that run the schedule themselves.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -181,11 +180,11 @@ class TrainStep:
         """Note the state that a skipped step goes back to, gather the parameters and begin with no gradient. divisor:
         its weights are on their way and are waited for when it is called."""
         self.observer.phase("gather")
-        opened = OpenStep(step, self._restorer())
+        opened = OpenStep(step, self.restorer())
         self.begin_attempt(opened, divisor)
         return opened
 
-    def _restorer(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         """A function that puts random states and FP8 scales back as they are now."""
         states, scales = rng.snapshot(), self.fp8.snapshot()
 
@@ -344,18 +343,20 @@ class TrainStep:
         """
         self.drop_begun()
         with self.observer.watching():
-            bits = -1 if total is None else struct.unpack("<q", struct.pack("<d", total))[0]
-            known = dict(num_microbatches=len(batch), total_weight=bits)
-            agreed = self.agree_on_call("forward_backward", None, add=(0, batch.weights is None), **known)
+            known = dict(num_microbatches=len(batch), total_weight=-1 if total is None else hash(total))
+            expected = round(batch.expected or self.batch.micro_batch_size * self.batch.seq_length)
+            agreed = self.agree_on_call("forward_backward", None, add=(expected, batch.weights is None), **known)
             batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             if agreed.sums[1]:  # some rank does not know its weights
                 batch = replace(batch, weights=None)
             if last is None:
                 so_far = 0 if self.opened is None else self.opened.num_microbatches
                 last = so_far + len(batch) == self.batch.num_microbatches
+            # A power of two near the mean of what ranks expect, which may differ, has to be the same on all.
+            alike = replace(batch, expected=agreed.sums[0] / torch.distributed.get_world_size())
             opened = self.opened or self.open(
                 self.transaction.step + 1 if step is None else step,
-                world_sums.divisor_of(self, [batch], total, alone=last),
+                world_sums.divisor_of(self, [alike], total, alone=last),
             )
             self.opened = None  # a flush that fails leaves no open step
             if not opened.calls:
@@ -422,7 +423,7 @@ class TrainStep:
         if self.opened is None:
             yield
             return
-        go_back = self._restorer()
+        go_back = self.restorer()
         self.opened.restore()
         try:
             yield

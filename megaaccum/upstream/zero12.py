@@ -23,6 +23,8 @@ class Zero12(ZeroDriver):
     def __init__(self, engine: Any, accumulate_in: torch.dtype):
         super().__init__(engine)
         self.optimizer.gradient_accumulation_dtype = accumulate_in  # see zero1_config
+        # DeepSpeed gives every engine one table, in which the next engine's experts have the same name.
+        self.optimizer.expert_dp_process_group = dict(self.optimizer.expert_dp_process_group or {})
         self._group_of = {id(p): i for i, group in enumerate(self.optimizer.bit16_groups) for p in group}
         if accumulate_in != self.optimizer.dtype:
             # Stage 2 would round the FP32 sum of the micro-batches to 16 bit on its way into the bucket; stage 1 keeps

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import torch
 
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.distance import check
+from tests.support.distance import check, problems
+from tests.support.engines import Calls, in_calls
 from tests.support.faults import Fault, differences, injected, state_of, weights
 from tests.support.parity import Case, Rig
 from tests.unit.optim.test_loss_scaler import of_torch, verdicts
@@ -31,6 +32,12 @@ def test_the_gradient_is_that_of_one_process():
     layouts = [PIPELINE + f"--zero_stage {stage}" for stage in (1, 2, 3)]
     layouts += [PIPELINE + "--backend ddp", TENSOR + "--pp_microbatches 8"]
     check([Case(4, layout, "--num_layers 4", "fp16") for layout in layouts])
+
+
+def test_ranks_may_expect_other_weights():
+    """The power of two that keeps the first step's gradients in range is one for all: each rank takes out its own."""
+    case = Case(4, PIPELINE + "--zero_stage 1", "--num_layers 4", "fp16")
+    assert problems(case, run_ranks(in_calls, 4, case, Calls((3, 5), "expected by rank"), timeout=90)) == []
 
 
 # Each stage, data-parallel or tensor-parallel rank in turn; first, middle and last micro-batch; inf and nan.

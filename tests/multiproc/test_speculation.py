@@ -204,6 +204,40 @@ def test_whatever_comes_between_ends_the_step_that_has_begun():
     assert run_ranks(compared, 2, CASES[0], (), otherwise, timeout=90) == [(5, 0, False)] * 2
 
 
+def refused(engine, step: int, now: list, following: list) -> dict[str, Any]:
+    """A call that a problem of one rank keeps from being taken, and which is then made once more."""
+    from megaaccum.errors import StepError
+
+    if step == 3:
+        problem = StepError("no disk") if torch.distributed.get_rank() else None
+        with pytest.raises(StepError, match="no disk"):
+            engine.train_step(now, problem=problem)
+    return {}
+
+
+def test_a_call_that_is_refused_leaves_the_step_that_has_begun():
+    assert run_ranks(compared, 2, CASES[0], (), refused, timeout=90) == [(5, 0, False)] * 2
+
+
+def with_a_tp_rank_that_would_clip() -> tuple[int, int, bool]:
+    """`compared`, where one tp rank's own part of the norm, in an early end alone, is far above the others'."""
+    from megaaccum.step import grad_norm
+
+    own_square = grad_norm.own_square
+
+    def square(backend, groups):
+        return own_square(backend, groups) * (1e12 if groups.tp.rank() else 1.0)
+
+    with patch.object(grad_norm, "own_square", square):
+        return compared(Case(4, ZBV + "--tensor_model_parallel_size 2 --zero_stage 1 --optimizer muon"), ())
+
+
+def test_tp_ranks_update_early_together_or_not_at_all():
+    """Muon's update is a collective over them."""
+    for early, restored, _ in run_ranks(with_a_tp_rank_that_would_clip, 4, timeout=120):
+        assert early == restored == 3  # steps 2, 4 and 6: after each that waited
+
+
 def tried(engine, step: int, now: list, following: list) -> dict[str, Any]:
     if step == 3:
         with engine.trial(now):

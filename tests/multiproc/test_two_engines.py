@@ -56,7 +56,13 @@ def in_turns(cases: tuple[Case, ...], switch: bool = True) -> list[Gradient]:
     ]
 
 
-@pytest.mark.parametrize("cases", [(PIPELINE, REWARD), (TENSOR, V), (REWARD, TENSOR)], ids=["actor", "tp", "rows"])
+EXPERTS = "--num_layers 2 --num_experts 4 --moe_router_topk 2 --moe_ffn_hidden_size 32 --no_add_bias_linear "
+EP4, EP2 = (Case(4, f"--expert_model_parallel_size {ep} --pp_microbatches 8 --zero_stage 1 ", EXPERTS) for ep in (4, 2))
+
+
+@pytest.mark.parametrize(
+    "cases", [(PIPELINE, REWARD), (TENSOR, V), (REWARD, TENSOR), (EP4, EP2)], ids=["actor", "tp", "rows", "experts"]
+)
 def test_each_engine_has_the_gradient_of_one_process(cases):
     by_rank = run_ranks(in_turns, 4, cases, timeout=100)
     for number, case in enumerate(cases):

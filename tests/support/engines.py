@@ -68,7 +68,9 @@ def in_calls(case: Case, calls: Calls) -> Gradient:
     if sum(calls.sizes) > len(batches):  # a step of more than are planned
         batches += rig.microbatches(engine.plan.batch.global_batch_size)
     known = float(sum(batch["loss_mask"].sum() for batch in stacked(engine)))
-    expected = known * calls.unit / len(stacked(engine)) if calls.known == "expected" else None
+    expected = known * calls.unit / len(stacked(engine)) if calls.known.startswith("expected") else None
+    if calls.known == "expected by rank":
+        expected *= 64.0 ** engine.groups.dp.rank()
     seen: dict[str, torch.Tensor] = {}
     engine.backend.step = lambda: seen.update(rig.assemble())
     start = 0

@@ -294,12 +294,11 @@ def initialize(chunk: GPTModel, groups: Groups, *, seed: int) -> None:
     their constructors gave them.
     """
     config = chunk.config
+    names.mark_cut_offsets(chunk)
     for name, param in chunk.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
         if config.gated_linear_unit and "linear_fc1" in name:
             param.partition_stride = 2  # [gate; up], each cut over tp; megatron-core 0.19's grouped experts say 1
-        if leaf == "softmax_offset":  # one per head; Megatron-core 0.19 does not say that tensor parallelism cuts it
-            vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
         if leaf in ("A_log", "D", "dt_bias") or "conv1d" in name:
             continue
         if param.dim() < 2 and leaf.endswith("weight") and "norm" in name:

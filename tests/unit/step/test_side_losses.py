@@ -1,9 +1,11 @@
 """The scale of Megatron's side losses in each micro-batch's backward."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megaaccum.step.loss import Divisor
@@ -26,6 +28,23 @@ def test_a_scale_that_comes_back_is_what_it_was(monkeypatch):
         sides.begin_backward(0, index)
         seen.append(float(MoEAuxLossAutoScaler.main_loss_backward_scale))  # type: ignore[arg-type]
     assert seen == [2 * weight / 4 for weight in weights]
+
+
+def test_an_indexers_loss_is_a_sum_over_tokens_as_the_main_one(monkeypatch):
+    """Sparse attention's, whose scale Megatron (0.19) keeps in a tensor of its own."""
+    monkeypatch.setattr(DSAIndexerLossAutoScaler, "main_loss_backward_scale", None)
+    config = SimpleNamespace(experimental_attention_variant="dsa")
+    sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
+    batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4] * 3)  # type: ignore[arg-type, return-value]
+    batch = replace(batch, dummies={1: None})
+    sides.begin_attempt(Divisor.known(7.0, 2, reduction_divisor=2), 8.0)
+    sides.begin_flush(batch)
+    seen = []
+    for index in range(3):
+        config.experimental_attention_variant_loss_scale_func(torch.ones(1))
+        sides.begin_backward(0, index)
+        seen.append(float(DSAIndexerLossAutoScaler.main_loss_backward_scale))  # type: ignore[arg-type]
+    assert seen == [8 * 2 / 7, 0.0, 8 * 2 / 7]
 
 
 def test_scales_are_not_rounded(monkeypatch):
