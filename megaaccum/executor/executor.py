@@ -67,9 +67,7 @@ class Flush:
         self.schedule, self.rank, self.call, self.mail = schedule, rank, call, mail
         self._fused, self._config, self._splitting, self._shapes = fused, call.config, splitting, shapes
         self._hooks = Hooks(schedule, rank, call.config, call.chunks, call.backend)
-        # An evaluation has nothing to interleave.
-        plans = getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
-        self._passes = PlanPasses(call) if plans else ModulePasses(call, at_once=fused is not None)
+        self._passes = choose_passes(call, at_once=fused is not None)
         self._stages, self._last = schedule.stages[rank], schedule.num_stages - 1
         self._saved: dict[tuple[int, int], Saved] = {}
         self._owed: dict[tuple[int, int], WeightGrads] = {}
@@ -289,3 +287,9 @@ def unfit(output: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> s
         f"returns {list(output.shape)} of {output.dtype}, but stages send [sequence, micro-batch, hidden] ="
         f" {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"
     )
+
+
+def choose_passes(call: Call, *, at_once: bool) -> ModulePasses | PlanPasses:
+    """Schedule plans where Megatron's configuration asks for them; an evaluation has nothing to interleave."""
+    overlaps = getattr(call.config, "overlap_moe_expert_parallel_comm", False)
+    return PlanPasses(call) if overlaps and not call.forward_only else ModulePasses(call, at_once=at_once)
