@@ -37,6 +37,5 @@ def test_latent_attention_on_megatrons_own_layers():
             Case(2, TP + CUT + "--sequence_parallel ", LATENT, "fp64"),
             Case(2, "--context_parallel_size 2 --attention_backend flash " + CUT, LATENT, "fp64"),
             Case(2, PP + CUT, LATENT + "--mtp_num_layers 1 "),
-            Case(2, TP + CUT, LATENT.replace("--q_lora_rank 8 ", ""), "fp64"),
         ]
     )

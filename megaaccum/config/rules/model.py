@@ -74,6 +74,8 @@ def latent_attention(subject: Subject) -> Iterator[str]:
             f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} must be even, as channels are rotated in pairs: set it"
             f" to {either(nearest_multiples(model.qk_pos_emb_head_dim, 2))}."
         )
+    if model.qk_layernorm and model.q_lora_rank is None:
+        yield "qk_layernorm norms latents, and queries without q_lora_rank have none: set it, or qk_layernorm to false."
 
 
 def document_mask(subject: Subject) -> Iterator[str]:

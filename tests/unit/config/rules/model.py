@@ -37,6 +37,7 @@ BROKEN: list[Case] = [
     ("activation", 1, dict(swiglu=True, openai_gelu=True), ["swiglu", "openai_gelu"]),
     ("latent_attention", 1, LATENT | dict(num_query_groups=2), ["num_query_groups 2", "leave num_query_groups out"]),
     ("latent_attention", 1, LATENT | dict(qk_pos_emb_head_dim=5), ["qk_pos_emb_head_dim 5", "4 or 6"]),
+    ("latent_attention", 1, LATENT | dict(qk_layernorm=True), ["queries without q_lora_rank", "qk_layernorm to false"]),
     ("without_effect", 1, dict(q_lora_rank=8), ["q_lora_rank", "multi_latent_attention"]),
     ("without_effect", 1, dict(recompute_method="block"), ["recompute_method", "recompute_granularity"]),
     ("recompute", 1, dict(recompute_granularity="full", recompute_modules=["mlp"]), ["recompute_modules", "selective"]),
