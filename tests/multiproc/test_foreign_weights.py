@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,10 +290,21 @@ def check_megatron_continues(top: Path, layouts: list[str]) -> None:
     expected = run_ranks(train_by_megatron, 4, megatron, str(top), timeout=100)[0]
     cells = [(Case(4, BATCH + layout, model), str(top), "") for layout in layouts]
     cells += [(cells[0][0], str(top), mistake) for mistake in MISTAKES] + [(megatron, str(top), "")]
+    cells.append((replace(megatron, model=f"{model}--load_step {STEPS} "), str(names_a_later(top, "iter_0000002")), ""))
+    distances = []
     for (case, _, mistake), found in zip(cells, run_ranks(continue_runs, 4, cells, timeout=200)[0], strict=True):
-        distance = apart(found, expected)
+        distances.append(distance := apart(found, expected))
         assert distance > 1e-3 if mistake else distance < 1e-7, (case.layout, mistake, distance)
-    assert distance == 0.0
+    assert distances[-2:] == [0.0, 0.0]
+
+
+def names_a_later(top: Path, checkpoint: str) -> Path:
+    """A folder that has this checkpoint, and names one of step 5 as its latest."""
+    folder = top / "later"
+    folder.mkdir()
+    (folder / checkpoint).symlink_to(top / checkpoint)
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+    return folder
 
 
 def test_a_run_of_megatron_continues_in_another_layout(tmp_path):

@@ -147,7 +147,7 @@ def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[f
         rows = put_in_rows(chats, range(first, end), config.model.seq_length, packed=config.data.reset_attention_mask)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    facts = [chats.digest, first, end, rows.length, rows.packed]
+    facts = [chats.digest, first, end, rows.length, rows.packed, config.run.seed]
     left_out = end - first - sum(map(len, rows.rows))
     weight = float(len(rows)) if weight is None else weight
     return Part(path=path, rows=rows, weight=weight, left_out=left_out, digest=digest_of(facts))

@@ -6,6 +6,7 @@ samples.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +28,14 @@ def dataset_classes() -> tuple[Any, Any]:
         from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
     class FIMDataset(GPTFIMDataset):  # type: ignore[misc]
+        def __init__(self, *args: Any, **keys: Any):
+            self._reading = threading.Lock()  # a reader draws from the dataset's one state
+            super().__init__(*args, **keys)
+
         def __getitem__(self, idx: int) -> dict[str, Any]:
-            self.np_rng = np.random.RandomState([self.config.random_seed, idx])
-            return super().__getitem__(idx)  # type: ignore[no-any-return]
+            with self._reading:
+                self.np_rng = np.random.RandomState([self.config.random_seed, idx])
+                return super().__getitem__(idx)  # type: ignore[no-any-return]
 
     return FIMDataset, GPTFIMDatasetConfig
 

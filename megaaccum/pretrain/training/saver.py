@@ -202,7 +202,7 @@ def continued(plan: Plan) -> Plan:
     """`plan` with the batch of each step up to the checkpoint that the run resumes from, which may be of another
     layout. Raises ConfigError if these ranks cannot continue with it, or if the batch differs without `override`."""
     run = plan.config.run
-    if run.no_load or run.finetune or run.reset_iteration:
+    if run.no_load or run.finetune or run.reset_iteration or (run.load and foreign.holds_foreign(Path(run.load))):
         return plan
     for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config), run.load_step)[0]:
         with suppress(DamagedCheckpoint):  # reported by `Saver.resume`

@@ -23,10 +23,15 @@ Source = TorchDist | DeepSpeedFolder | HuggingFaceFolder
 """Weights of another program under our names: `whole` gives a parameter, `rest` what is none of these parameters."""
 
 
+def holds_foreign(folder: Path) -> bool:
+    """Whether this rank sees a checkpoint of Megatron or DeepSpeed in a folder, and none of ours."""
+    return latest(folder) is None and (is_torch_dist(folder) or is_deepspeed(folder))
+
+
 def is_foreign(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of Megatron or DeepSpeed, and none of ours. Collective over the world. Raises
     RankDisagreement on every rank if hosts see different folders."""
-    found = raise_on_all_ranks(lambda: latest(folder) is None and (is_torch_dist(folder) or is_deepspeed(folder)))
+    found = raise_on_all_ranks(holds_foreign, folder)
     assert_same_on_ranks(f"whether {folder} is a checkpoint of another program; hosts have to share it", str(found))
     return found
 
@@ -40,10 +45,10 @@ def load(engine: Engine, folder: Path, *, vocab_size: int) -> None:
 
 
 def resume(engine: Engine, folder: Path, *, vocab_size: int) -> None:
-    """Continue the run of the checkpoint in `folder`, as finetune, no_load_optim and reset_iteration say: its weights,
-    the optimizer's state, then its steps and samples. Collective over the world; raises as `load` does."""
+    """Continue the run of the checkpoint in `folder`, as load_step, finetune, no_load_optim and reset_iteration say:
+    its weights, the optimizer's state, then its steps and samples. Collective over the world; raises as `load` does."""
     run, ramp = engine.plan.config.run, engine.plan.ramp
-    source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size)
+    source = raise_on_all_ranks(_open, folder, engine.plan.config, vocab_size, run.load_step)
     assert not isinstance(source, HuggingFaceFolder)
     with_optimizer = not (run.finetune or run.no_load_optim)
     if not with_optimizer and (run.finetune or run.reset_iteration):
@@ -74,10 +79,23 @@ def _load(engine: Engine, source: Source, vocab_size: int, num_updates: int | No
     engine.load_weights(_tensors(source, held, vocab_size), num_updates=num_updates)
 
 
-def _open(folder: Path, config: Config, vocab_size: int) -> Source:
+def _open(folder: Path, config: Config, vocab_size: int, step: int | None = None) -> Source:
     if is_torch_dist(folder):
-        return TorchDist(folder)
-    return (DeepSpeedFolder if is_deepspeed(folder) else HuggingFaceFolder)(folder, config, vocab_size)
+        return TorchDist(_of_step(folder, "iter_", step, digits=7))
+    if is_deepspeed(folder):
+        return DeepSpeedFolder(_of_step(folder, "global_step", step), config, vocab_size)
+    return HuggingFaceFolder(folder, config, vocab_size)
+
+
+def _of_step(folder: Path, prefix: str, step: int | None, digits: int = 1) -> Path:
+    """The checkpoint of `step` in a folder; without `step` the folder, which names its latest. Raises CheckpointError
+    if it has none of that step."""
+    if step is None:
+        return folder
+    if (found := folder / f"{prefix}{step:0{digits}}").is_dir():
+        return found
+    there = sorted((path.name for path in folder.glob(f"{prefix}*")), key=lambda name: (len(name), name))
+    raise CheckpointError(f"load_step {step}: {folder} holds no {found.name}, but: {', '.join(there) or 'none'}")
 
 
 def _check_rest(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -275,8 +275,9 @@ _SCHEDULER_KEYS = {
 _SHARES = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}
 """Parameters that are shares of lr."""
 _SCHEDULER_DEFAULTS = {"warmup_num_steps": 1000}
-_COSINE_DEFAULTS = {"cos_min_ratio": 0.0001}
+_DEFAULTS_OF_STYLE = {"cosine": {"cos_min_ratio": 0.0001}, "linear": {"warmup_max_lr": 0.001}}
 """DeepSpeed's defaults where megaaccum's differ."""
+_BY_DEFAULT = " (DeepSpeed's default)"
 _OPTIMIZER_KEYS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
 _IMPLEMENTATION = frozenset({"torch_adam", "fused", "foreach", "fp32_optimizer_states", "set_grad_none"})
@@ -290,6 +291,9 @@ def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
         return
     params = block.get("params") or {}
+    if "weight_decay" not in params and not _by_key(reconciler.config, "weight_decay", "start_weight_decay"):
+        theirs = 0.01 if params.get("torch_adam") else 0.0
+        reconciler.same(f"optimizer.params.weight_decay{_BY_DEFAULT}", theirs, "weight_decay")
     for name, value in params.items():
         path = f"optimizer.params.{name}"
         if name in _OPTIMIZER_KEYS:
@@ -328,15 +332,17 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.notes.append(_LINEAR)
     elif shape not in ("linear", "auto"):
         reconciler.refuse("scheduler.params.warmup_type", shape, "Megatron's warm-up is linear; set it to linear")
-    theirs = _SCHEDULER_DEFAULTS | (_COSINE_DEFAULTS if style == "cosine" else {})
+    theirs = _SCHEDULER_DEFAULTS | _DEFAULTS_OF_STYLE.get(style, {})
     known = _SCHEDULER_KEYS | _SHARES
     rivals = {"lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples")}
     left_out = {
         name: value
         for name, value in theirs.items()
-        if not any(given(reconciler.config, key) for key in (known[name], *rivals.get(known[name], ())))
+        if name not in params and not _by_key(reconciler.config, known[name], *rivals.get(known[name], ()))
     }
-    for name, value in (left_out | params).items():
+    for name, value in left_out.items():
+        _scheduler_param(reconciler, name, value, _BY_DEFAULT)
+    for name, value in params.items():
         _scheduler_param(reconciler, name, value)
 
 
@@ -346,8 +352,13 @@ _LINEAR = (
 )
 
 
-def _scheduler_param(reconciler: Reconciler, name: str, value: object) -> None:
-    path, lr = f"scheduler.params.{name}", reconciler.config.optimizer.lr
+def _by_key(config: Config, *names: str) -> bool:
+    """Whether one of these keys was written; what the JSON's optimizer says of a key does not count."""
+    return any(given(config, name) and config.origin.get(name) != ORIGIN for name in names)
+
+
+def _scheduler_param(reconciler: Reconciler, name: str, value: object, source: str = "") -> None:
+    path, lr = f"scheduler.params.{name}{source}", reconciler.config.optimizer.lr
     if name in _SCHEDULER_KEYS:
         reconciler.same(path, value, _SCHEDULER_KEYS[name])
     elif name in _SHARES:

@@ -194,6 +194,13 @@ def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(tmp_path):
     assert rows_of(later, 60) == rows_of(longer, 60)
 
 
+def test_with_another_seed_a_corpus_begins_at_its_first_row(tmp_path):
+    data, other = datasets(tmp_path), datasets(tmp_path, seed=2)
+    size = int(data.facts["data"].split(" in ")[1].split()[0])
+    later = other.after(data.state(4), consumed=4, needed=4 + size)
+    assert rows_of(later, 4 + size)[4:] == rows_of(other, size)
+
+
 def test_other_conversations_are_other_data(tmp_path):
     data = datasets(tmp_path)
     assert datasets(tmp_path, lines=41).differences(data.state(0))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -85,6 +89,19 @@ def test_a_sample_does_not_depend_on_what_was_read_before(corpus):
     forwards, backwards = in_another_order(corpus)
     assert forwards == backwards
     assert forwards != [sample(built(corpus, seed=7), index) for index in range(12)]
+
+
+def test_threads_do_not_take_each_others_draws(corpus, monkeypatch):
+    class Slow(np.random.RandomState):
+        def binomial(self, *args):
+            time.sleep(1e-3)  # in which the other thread begins a sample
+            return super().binomial(*args)
+
+    data = built(corpus)
+    alone = [sample(data, index) for index in range(12)]
+    monkeypatch.setattr(np.random, "RandomState", Slow)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(partial(sample, data), range(12))) == alone
 
 
 def test_with_a_state_that_each_reader_advances_it_would(corpus, monkeypatch):

@@ -278,6 +278,39 @@ def test_a_cosine_ends_where_deepspeeds_does() -> None:
     assert plan(2, deepspeed=block, lr=2e-3, min_lr=1e-5).config.optimizer.min_lr == 1e-5
 
 
+def test_a_weight_decay_that_nothing_says_is_deepspeeds() -> None:
+    from inspect import signature
+
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    for theirs, params in ((FusedAdam, {}), (DeepSpeedCPUAdam, {}), (torch.optim.AdamW, {"torch_adam": True})):
+        settled = plan(2, deepspeed=adam(lr=1e-3, **params))
+        assert settled.config.optimizer.weight_decay == signature(theirs).parameters["weight_decay"].default
+    note = "weight_decay 0.0 is taken from deepspeed.optimizer.params.weight_decay (DeepSpeed's default)."
+    assert note in plan(2, deepspeed=adam(lr=1e-3)).notes
+    assert plan(2, deepspeed=adam(), weight_decay=0.1).config.optimizer.weight_decay == 0.1
+    growing = plan(2, deepspeed=adam(), start_weight_decay=0.01, end_weight_decay=0.01).config.optimizer
+    assert growing.weight_decay == 0.01
+
+
+def test_a_linear_decay_begins_where_deepspeeds_does() -> None:
+    from inspect import signature
+
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
+
+    peak = signature(WarmupDecayLR).parameters["warmup_max_lr"].default
+    linear = scheduler("WarmupDecayLR", total_num_steps=50)
+    settled = plan(2, deepspeed=linear, lr=None)
+    assert settled.config.optimizer.lr == peak
+    assert f"lr {peak} is taken from deepspeed.scheduler.params.warmup_max_lr (DeepSpeed's default)." in settled.notes
+    assert plan(2, deepspeed=linear, lr=2e-3).config.optimizer.lr == 2e-3
+    (text,) = problems({**adam(lr=1.5e-4), **linear}, lr=None)  # DeepSpeed's scheduler goes past its optimizer's
+    assert "scheduler.params.warmup_max_lr (DeepSpeed's default) is 0.001 and lr is 0.00015: make them equal" in text
+    assert signature(WarmupLR).parameters["warmup_max_lr"].default is None  # the optimizer's
+    assert plan(2, deepspeed={**adam(lr=1.5e-4), **scheduler("WarmupLR")}, lr=None).config.optimizer.lr == 1.5e-4
+
+
 DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.configs import plan
+from megaaccum.config import resolve
+from tests.support.configs import SMALL, plan
 
 
 @pytest.mark.parametrize(("save", "folder"), [(None, "moved/checkpoints"), ("kept", "kept")])
@@ -25,3 +26,22 @@ def test_the_checkpoints_of_a_run_are_in_the_folder_that_is_given(save: str | No
     planned = plan(output_dir="runs/first")
     wanted.load(SimpleNamespace(plan=planned, load=lambda path: loaded.append(path) is None))
     assert loaded == [Path(folder)]
+
+
+def test_keys_that_only_training_heeds_are_left_out() -> None:
+    """Without a capacity none says which tokens are dropped, and no weight gradient is added to a sum."""
+    from megaaccum.pretrain.training.generate import Generation
+
+    model = {name: SMALL[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
+    model |= dict(num_experts=4, add_bias_linear=False, moe_expert_capacity_factor=1.0)
+    model |= dict(moe_token_drop_policy="position", gradient_accumulation_fusion=True)
+    configuration = {
+        "model": {name: {"value": value, "from": "run.yaml"} for name, value in model.items()},
+        "parallel": {},
+        "sharding": {"params_dtype": {"value": "bf16"}},
+    }
+    wanted = Generation(Path("run"), ["a"], 1)
+    receipt = {"data": {"vocab_size": 64}, "configuration": configuration, "megatron": {}}
+    vars(wanted).update(prompt_ids=[[1]], _receipt=receipt, _run_config=plan().config)
+    found = resolve(wanted.config, world_size=1).config.model
+    assert (found.num_experts, found.moe_expert_capacity_factor, found.gradient_accumulation_fusion) == (4, None, False)

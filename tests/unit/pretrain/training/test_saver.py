@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaaccum.errors import CheckpointError
-from megaaccum.pretrain.training.saver import Saver
+from megaaccum.pretrain.training.saver import Saver, continued
 from tests.support.configs import plan
 
 
@@ -44,3 +44,9 @@ def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "holds no checkpoint (no file named latest): the run starts afresh" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="exit_on_missing_checkpoint is true"):
         saver(load=str(tmp_path), exit_on_missing_checkpoint=True)._start_afresh()
+
+
+def test_a_step_of_another_programs_run_is_not_looked_for_among_ours(tmp_path: Path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    there = plan(load=str(tmp_path), load_step=3)
+    assert continued(there) is there
