@@ -1,4 +1,4 @@
-"""What tensor parallelism does to a parameter, by the marks that Megatron-core gives or leaves out."""
+"""Marks of parameters that say how tensor parallelism cuts them, given by Megatron-core or left out."""
 
 from __future__ import annotations
 
