@@ -353,3 +353,37 @@ def layers_that_return_more(backend: str) -> float:
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2"])
 def test_what_a_layer_returns(backend):
     assert max(run_ranks(layers_that_return_more, 2, backend)) < 1e-5
+
+
+def offsets_of_a_softmax() -> dict[str, list[float]]:
+    """Whole weights of learnable offsets, one per head, of chunks as a user of Megatron-core builds them: without the
+    marks that megaaccum's own get."""
+    from unittest.mock import patch
+
+    import torch
+
+    from megaaccum.pretrain.model import gpt
+    from tests.support.engines import engine_of
+    from tests.support.parity import Case
+
+    build_chunks = gpt.build_chunks
+
+    def unmarked(*args, **keys):
+        chunks = build_chunks(*args, **keys)
+        for name, param in (each for chunk in chunks for each in chunk.named_parameters()):
+            if name.endswith("softmax_offset"):
+                for mark in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                    vars(param).pop(mark)
+                param.data.copy_(torch.arange(param.numel()) + 10 * torch.distributed.get_rank())
+        return chunks
+
+    layout = "--tensor_model_parallel_size 2 --pp_microbatches 4 --backend ddp "
+    with patch.object(gpt, "build_chunks", unmarked):
+        engine = engine_of(Case(2, layout, "--num_layers 1 --softmax-type learnable "))
+    return {name: tensor.tolist() for name, tensor in engine.whole_weights() if name.endswith("softmax_offset")}
+
+
+def test_offsets_of_a_softmax_are_those_of_every_tp_rank():
+    """Megatron-core 0.19 does not mark them as cut."""
+    for found in run_ranks(offsets_of_a_softmax, 2):
+        assert [*found.values()] == [[0.0, 1.0, 10.0, 11.0]]
