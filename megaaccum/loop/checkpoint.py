@@ -78,13 +78,13 @@ def sharded_state(backend: ShardingBackend, groups: Groups) -> dict[str, Any]:
     parameter. (`axis_fragmentations` is None because this rank's share of ZeRO-1 may end anywhere.)"""
     state = {}
     for key, piece, tensor in _parts(backend, groups):
-        count = getattr(piece.param, "ds_numel", piece.param.numel())
+        whole = getattr(piece.param, "ds_shape", piece.param.shape) if piece.shape is None else piece.shape
         state[key] = ShardedTensor(
             key="optimizer/" + key.removesuffix("copy"),
             data=_copy(tensor),
             dtype=tensor.dtype,
             local_shape=tuple(tensor.shape),
-            global_shape=(int(count) if piece.shape is None else math.prod(piece.shape),),
+            global_shape=(math.prod(whole),),
             global_offset=(piece.start,),
             axis_fragmentations=None,
             replica_id=int(pieces.is_elsewhere(piece, groups)),

@@ -122,9 +122,8 @@ def is_sharded_over_tp(param: torch.nn.Parameter) -> bool:
 
 def mark_cut_offsets(chunk: torch.nn.Module) -> None:
     """Mark the offsets of a softmax, one per head, as cut over tp, which Megatron-core 0.19 does not say."""
-    for name, param in chunk.named_parameters():
-        if name.endswith("softmax_offset"):
-            vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    for param in (each for name, each in chunk.named_parameters() if name.endswith("softmax_offset")):
+        vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
 
 def is_same_over_tp(param: torch.nn.Parameter) -> bool:

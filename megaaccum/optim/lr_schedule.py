@@ -237,5 +237,4 @@ def _kind(name: str, param: torch.nn.Parameter, decoupled: bool, hidden: bool) -
 
 def never_decays(name: str, param: torch.nn.Parameter) -> bool:
     # ZeRO-3 leaves an empty one-dimensional tensor in place of a partitioned parameter; ds_shape is the whole shape.
-    shape = getattr(param, "ds_shape", param.shape)
-    return name.endswith(".bias") or len(shape) == 1
+    return name.endswith(".bias") or len(getattr(param, "ds_shape", param.shape)) == 1

@@ -77,9 +77,9 @@ class SideLosses:
             config.moe_grad_scale_func = lambda: balance
             config.mtp_grad_scale_func = lambda: prediction
             if self._indexes:
-                config.experimental_attention_variant_loss_scale_func = lambda _: _scale_sums_over_tokens(prediction)
+                config.experimental_attention_variant_loss_scale_func = lambda _: self._scale_sums(prediction)
         MoEAuxLossAutoScaler.set_loss_scale(balance)  # a flush may go on with a backward
-        _scale_sums_over_tokens(prediction)
+        self._scale_sums(prediction)
 
     def note(self, total: float) -> str:
         """By how much the coefficients of balancing and z losses were off in a step whose weight, of this rank's share,
@@ -98,7 +98,7 @@ class SideLosses:
         index = microbatch - self._batch.first
         if self._balances:
             MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index)))
-        _scale_sums_over_tokens(self._scalar(self.prediction_scale(self._batch, index)))
+        self._scale_sums(self._scalar(self.prediction_scale(self._batch, index)))
 
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
@@ -114,15 +114,15 @@ class SideLosses:
             return 0.0
         return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
 
+    def _scale_sums(self, scale: torch.Tensor) -> None:
+        """Set the scale of losses that are sums over tokens."""
+        MTPLossAutoScaler.set_loss_scale(scale)
+        if self._indexes:
+            DSAIndexerLossAutoScaler.set_loss_scale(scale.clone())  # it copies later scales into the first
+
     def _scalar(self, value: float) -> torch.Tensor:
         """On the device, made once per step: Megatron copies a plain number over in every forward, which waits. In
         float64, since Megatron rounds to the precision of the loss."""
         if value not in self._scalars:
             self._scalars[value] = torch.full((), value, dtype=torch.float64, device=cpu.device())
         return self._scalars[value]
-
-
-def _scale_sums_over_tokens(scale: torch.Tensor) -> None:
-    """Set the scale of multi-token prediction, and of the indexer of sparse attention, which keeps the tensor."""
-    MTPLossAutoScaler.set_loss_scale(scale)
-    DSAIndexerLossAutoScaler.set_loss_scale(scale.clone())

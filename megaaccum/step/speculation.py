@@ -111,14 +111,14 @@ class SpeculativeTrainStep(TrainStep):
         backend.finish_reduction()
         self.observer.phase("norm")
         square = grad_norm.own_square(backend, self.groups)
-        # Over the ranks that share collectives of an update, which all make or none.
-        (of_stage,) = sums_over_ranks([square], self.groups.collection.tp_dp_cp)
+        # The ranks that share collectives of an update, which all make or none.
+        among = self.groups.dp_cp if self.groups.tp.size() == 1 else self.groups.collection.tp_dp_cp
+        (of_stage,) = sums_over_ranks([square], among)
         factor = 1.0 / backend.loss_scale  # N is in the loss
         updates = self.is_unclipped(of_stage**0.5 * factor)
         batch, divisor, is_ready = self._read(opened, upcoming, wanted=not stop and problem is None)
-        flags = [flag(stop), flag(not is_ready), flag(not updates)]
-        parts = [square, *flags, torch.stack(world_sums.faults(self, opened.tally)).sum()]
-        parts += world_sums.own_sums(self, opened)
+        parts = [square, flag(stop), flag(not is_ready), flag(not updates)]
+        parts += [torch.stack(world_sums.faults(self, opened.tally)).sum(), *world_sums.own_sums(self, opened)]
         wait = post_sums(parts, self.groups.host, on_host=True)
         self.observer.phase("optimizer")
         undo = _undo(backend, self.transaction.num_updates)

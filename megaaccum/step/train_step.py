@@ -343,7 +343,8 @@ class TrainStep:
         """
         self.drop_begun()
         with self.observer.watching():
-            known = dict(num_microbatches=len(batch), total_weight=-1 if total is None else hash(total))
+            bits = -1 if total is None else int(torch.as_tensor(total, dtype=torch.float64).view(torch.int64))
+            known = dict(num_microbatches=len(batch), total_weight=bits)
             expected = round(batch.expected or self.batch.micro_batch_size * self.batch.seq_length)
             agreed = self.agree_on_call("forward_backward", None, add=(expected, batch.weights is None), **known)
             batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)

@@ -48,7 +48,7 @@ _NEED_A_GPU = {
     "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
 }  # fmt: skip
-_NUMBER = re.compile(r"(?<=(layers|xperts)\.)(\d+|\[[\d-]+\])(?=[.*=]|$)")
+_NUMBER = re.compile(r"(layers|experts)\.(\d+|\[[\d-]+\])(?=[.*=]|$)")
 """The number of a layer or an expert, or a range of some, in a pattern of parameters' names."""
 _PLACED = re.compile(rf"{_NUMBER.pattern}|fc(\d|\[[^]]*\])|=[^=]*$")
 """Digits that the smaller model has a meaning for: these numbers, those of names, and a factor."""
@@ -162,7 +162,7 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
 def _fit_patterns(keys: Keys, real: ModelConfig, notes: list[str]) -> None:
     """Have patterns of parameters' names fit the smaller model; leave out those that may fit nothing there."""
     counts = {"layers": (keys["num_layers"], real.num_layers)}
-    counts["xperts"] = keys.get("num_experts") or 1, real.num_experts or 1
+    counts["experts"] = keys.get("num_experts") or 1, real.num_experts or 1
     for name in sorted(keys.keys() & {"freeze", "lr_mult", "wd_mult"}):
         patterns: list[str] = keys[name]
         unfit = [each for each in patterns if re.search(r"\d", _PLACED.sub("", each))]
@@ -174,13 +174,12 @@ def _fit_patterns(keys: Keys, real: ModelConfig, notes: list[str]) -> None:
 
 
 def _mapped(counts: dict[str, tuple[int, int]], found: re.Match[str]) -> str:
-    """The numbers in the smaller model of the layers or experts that `found` names. counts: here and in the real
-    model."""
+    """The layers or experts of the smaller model for those that `found` names. counts: here and in the real model."""
     here, real = counts[found[1]]
     digits = re.sub(r"(\d)-(\d)", lambda ends: "".join(map(str, range(int(ends[1]), int(ends[2]) + 1))), found[2])
     numbers = digits.strip("[]") if digits[0] == "[" else [digits]
     mapped = sorted({int(each) * here // real for each in numbers})
-    return str(mapped[0]) if len(mapped) == 1 else f"[{''.join(map(str, mapped))}]"
+    return f"{found[1]}.{mapped[0]}" if len(mapped) == 1 else f"{found[1]}.[{''.join(map(str, mapped))}]"
 
 
 def _sizes(tp: int, cp: int, pp: int, dp: int, *, keep_pp: bool) -> tuple[int, int, int, int]:
