@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self
 
@@ -61,6 +62,13 @@ def as_users_error(error: BaseException) -> BaseException:
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
         return error
     return ConfigError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that this exception ends: 2 for ConfigError, 130 for Ctrl-C, else 1."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 class DataError(MegaaccumError):

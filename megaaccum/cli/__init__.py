@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 
 import megaaccum
-from megaaccum.errors import MegaaccumError, as_users_error
-from megaaccum.pretrain.launch.processes import exit_code_of
+from megaaccum.errors import MegaaccumError, as_users_error, exit_code_of
 
 COMMANDS = {
     "train": "train the model of a config; starts the ranks of this machine itself",

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from megaaccum.config import Config
 from megaaccum.config.source import check_number
 from megaaccum.errors import ConfigError
-from megaaccum.pretrain.interop.launch_script import recorded
 from megaaccum.pretrain.interop.load import read
 
 RECORD = "--record"
@@ -62,6 +61,8 @@ class Source:
         if not self.command:
             yield LoadedConfig(*read(self.path, self.words), name=str(self.path or "the command line"))
             return
+        from megaaccum.pretrain.interop.launch_script import recorded  # with psutil, which a file does without
+
         with recorded(self.command, jail=self.jail) as launch:
             read_ = read(None, self.words, launch=launch)
             yield LoadedConfig(*read_, name=launch.script, world_size=launch.world_size)

@@ -4,8 +4,6 @@ Names are Megatron-LM's where it has one. Keys are unique across the sections, s
 under their section's name. A field that is None after reading is derived in `resolve`, after every override.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from megaaccum.config.schema.batch import BatchConfig, ParallelConfig

@@ -1,7 +1,5 @@
 """Keys of the layout over ranks and of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 

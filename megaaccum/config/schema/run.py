@@ -1,7 +1,5 @@
 """Keys of the step, the optimizer, the data and the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Keys of sharding, precision and quantization."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

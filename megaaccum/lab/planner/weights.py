@@ -59,7 +59,8 @@ def stage_parameters(model: ModelConfig, stage: Stage, vocab_size: int, at: Rank
     total = _on_rank(layer_elements(model, moe=False), at) * stage.dense
     if model.num_experts is not None:
         total = total + _on_rank(layer_elements(model, moe=True), at) * stage.moe
-    total = total + _on_rank(prediction_elements(model), at) * stage.prediction
+    if stage.prediction:
+        total = total + _on_rank(prediction_elements(model), at) * stage.prediction
     if stage.embedding or stage.prediction:
         learned = model.position_embedding_type == "learned_absolute"
         total = total + Elements(table + learned * (model.max_position_embeddings or 0) * model.hidden_size, 0)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.load import assemble
@@ -14,11 +15,13 @@ from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
-from megaaccum.pretrain.interop.launch_script import Launch
 from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
 from megaaccum.pretrain.interop.megatron.parser import is_flag
 from megaaccum.pretrain.interop.megatron.read_flags import read_flags
 from megaaccum.pretrain.interop.megatron.several_flags import Reading
+
+if TYPE_CHECKING:
+    from megaaccum.pretrain.interop.launch_script import Launch
 
 
 def load(

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megaaccum.errors import ConfigError, LaunchError, MegaaccumError
+from megaaccum.errors import LaunchError, MegaaccumError, exit_code_of
 from megaaccum.platform.files import replace_text
 
 LOOPBACK = "127.0.0.1"
@@ -93,13 +93,6 @@ class RankError:
     def read(cls, path: Path) -> RankError | None:
         """The record in `path`; None if the rank wrote none."""
         return cls(**json.loads(path.read_text())) if path.exists() else None
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The exit code of a process that this exception ends: 2 for ConfigError, 130 for Ctrl-C, else 1."""
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    return 2 if isinstance(error, ConfigError) else 1
 
 
 def describe_status(status: int) -> str:
