@@ -90,10 +90,11 @@ def _most_held(name: str, pp: int, microbatches: int) -> float:
 
 def owed(name: str, *, pp: int, rank: int, microbatches: Any) -> Any:
     """Passes through a chunk of rank `rank` whose weight gradient is not computed yet, at most; one per entry of
-    `microbatches`. Counted in the schedule's table, where more than 4 pp micro-batches owe no more."""
+    `microbatches`. Counted in the schedule's table, where more than 2 pp micro-batches owe no more (one more in
+    a few of V-Min's)."""
     if not (name in names() and by_executor(name)):
         return np.zeros(len(microbatches))
-    m = np.minimum(np.asarray(microbatches), 4 * pp).astype(int)
+    m = np.minimum(np.asarray(microbatches), 2 * pp).astype(int)
     most = {count: _owed(name, pp, int(count))[rank] for count in np.unique(m)}
     return np.array([most[count] for count in m])
 

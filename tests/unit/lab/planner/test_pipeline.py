@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megaaccum.lab.planner import pipeline
+from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.registry import build
 
 CASES = [
@@ -61,3 +62,15 @@ def test_without_a_barrier_it_takes_what_consecutive_flushes_take(pp: int, f: fl
     simulated = seconds_without_barrier(made("zbv", pp, 2, m), Costs.per_rank(f, i, w, chunks=2))
     planned = pipeline.fill_seconds("zbv", pipeline.Work(f, i, w), pp=pp, vpp=2, m=m, barrier=False)
     assert m * (f + i + w) + planned == pytest.approx(simulated, rel=0.01)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8, 12])
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "zbv", "dualpipev", "v-half", "v-min"])
+def test_a_longer_flush_owes_no_more(name: str, pp: int) -> None:
+    def owed(rank: int, *microbatches: int) -> list[float]:
+        return pipeline.owed(name, pp=pp, rank=rank, microbatches=microbatches).tolist()
+
+    table = build(name, pp=pp, num_microbatches=4 * pp)
+    counted = Memory(activation=(0.0,) * table.num_stages, deferred=(1.0,) * table.num_stages,
+                     state=(0.0,) * table.num_stages).peaks(table)  # fmt: skip
+    assert [owed(rank, 2 * pp, 4 * pp) for rank in range(pp)] == [[most, most] for most in counted]
