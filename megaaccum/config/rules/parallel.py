@@ -49,6 +49,12 @@ def sequence_parallel(subject: Subject) -> Iterator[str]:
     tp, cp = subject.parallel.tensor_model_parallel_size, subject.parallel.context_parallel_size
     length = subject.model.seq_length
     if not subject.parallel.sequence_parallel:
+        if tp > 1 and subject.megatron.get("experimental_attention_variant") == "gated_delta_net":
+            yield (
+                f"experimental_attention_variant gated_delta_net with tensor_model_parallel_size {tp} needs"
+                " sequence_parallel: megatron-core 0.19 sums the gradient of its norm over tp ranks under it alone. Set"
+                " it to true."
+            )
         return
     if tp == 1:
         yield (

@@ -23,6 +23,12 @@ BROKEN: list[Case] = [
     ("sequence_parallel", 1, dict(sequence_parallel=True), ["tensor_model_parallel_size", "silently", "to false"]),
     (
         "sequence_parallel",
+        2,
+        dict(tensor_model_parallel_size=2, megatron={"experimental_attention_variant": "gated_delta_net"}),
+        ["gated_delta_net", "tensor_model_parallel_size 2", "sequence_parallel"],
+    ),
+    (
+        "sequence_parallel",
         4,
         dict(sequence_parallel=True, tensor_model_parallel_size=4, seq_length=66),
         ["seq_length 66", "tensor_model_parallel_size 4", "64 or 68"],
