@@ -294,9 +294,8 @@ class Engine:
         in order, on the ranks of the last stage; elsewhere an empty list, or with `broadcast` the same reports on every
         rank of the pipeline. Every rank runs as many. The open step, if any, is left as it is."""
         with self._guarded():
-            read = self.train_steps.batch_of
-            batch = raise_on_all_ranks(read, data, forward_step_func, count=num_microbatches, lengths=lengths)
-            self.train_steps.agree_on_call("forward", None, num_microbatches=len(batch))
+            read = self.train_steps.agreed_batch
+            batch = read("forward", None, data, forward_step_func, count=num_microbatches, lengths=lengths)
             reports = evaluation.forward(self.train_steps, batch).reports
             last = 0 if self.plan.layout.placement == "v" else self.groups.pp.size() - 1
             return process_groups.share_reports(reports, self.groups.pp, last) if broadcast else reports

@@ -48,7 +48,7 @@ class Product:
         if self.coming is not None:
             whole, work = self.coming
             work.wait()
-        return flat_rows(self.grad_output).t().matmul(flat_rows(whole))
+        return flat_rows(self.grad_output).t().matmul(flat_rows(whole).to(self.grad_output.dtype))  # under autocast
 
 
 AddWeightGrad = Callable[[torch.nn.Parameter, torch.Tensor], None]
@@ -286,7 +286,7 @@ class _Linear(torch.autograd.Function):
             )
         (input,) = ctx.saved_tensors
         at = ctx.at
-        grad_input, work = _reduced(grad_output.matmul(at.weight), at)
+        grad_input, work = _reduced(grad_output.matmul(at.weight.to(grad_output.dtype)), at)
         # Where it is not put off, it is computed while the input's gradient is reduced.
         defer(at.weight, Product(input, grad_output, at.tp if at.sequence_parallel else None), at.source)
         grad_bias = flat_rows(grad_output).sum(dim=0) if ctx.has_bias else None

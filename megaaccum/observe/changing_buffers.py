@@ -36,7 +36,9 @@ class ChangingBuffers:
             return
         self._waiting.remove(chunk)
         before, self._before = self._before, {}
-        changed = [name for name, each in self._buffers(chunk) if not torch.equal(each, before[name])]
+        changed = [
+            name for name, each in self._buffers(chunk) if name in before and not torch.equal(each, before[name])
+        ]
         if changed:
             warnings.warn(
                 f"the forward of a micro-batch changes {listed(changed)}: steps depend on how the batch is cut into"

@@ -105,15 +105,9 @@ class Probe:
         chunk, microbatch = at
         stage, stages = self._groups.stage(chunk), len(self._chunks) * self._groups.pp.size()
         finding = Finding(
-            dp_rank=self._groups.dp.rank(),
-            microbatch=microbatch,
-            backward=backward,
-            distance=stages - 1 - stage if backward else stage,
-            stage=stage,
-            rank=dist.get_rank(),
-            what=what,
-            tokens_of=tokens_of,
-        )
+            dp_rank=self._groups.dp.rank(), microbatch=microbatch, backward=backward, stage=stage, rank=dist.get_rank(),
+            distance=stages - 1 - stage if backward else stage, what=what, tokens_of=tokens_of,
+        )  # fmt: skip
         self._found.setdefault((chunk, microbatch, backward, tokens_of), finding)
 
     def gather(self) -> Findings:

@@ -24,10 +24,11 @@ class AgreedOrder:
     which is made when all are. Later a complete gradient waits for those before it: for none if it comes in its turn,
     and to the end of the flush if one of them does not come.
 
-    A reduction may hold up the backward that it begins in (ZeRO-1 and -2, and all on a CPU). Ranks of expert
+    A reduction may hold up the backward that it begins in (ZeRO, and all on a CPU) until every rank has begun it, at
+    the latest where its last flush ends: `end` comes before anything else that ranks do together. Ranks of expert
     parallelism exchange tokens in that backward: one that waits for a parameter that the other skips would hang both.
-    On a CPU so would ranks that agree on the next call, where a step has several. In both cases, if the first step's
-    micro-batches do not all use the same dense parameters, reductions begin after the backward.
+    There, and on a CPU, reductions begin after the backward if the first step's micro-batches do not all use the same
+    dense parameters.
 
     params: those of `chunks` that are trained, in the order of the model, as many on every rank. uses: gradients of
     each in the first step, by id, which the caller counts.

@@ -290,7 +290,7 @@ class AccumulatingBackend(ShardingBackend):
         # No `finally`: Megatron's schedules drop a context that they have entered (an evaluation, a flush that fails),
         # and Python would run it whenever it collects that one, in the middle of a later flush.
         yield
-        self._set_syncing(self._last_flush)
+        self._set_syncing(self._last_flush and torch.is_grad_enabled())  # an evaluation has no backward
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         self._set_syncing(False)

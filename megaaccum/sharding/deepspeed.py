@@ -47,7 +47,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         separate_tied_copies(optimizer)
         self._cold = ColdExperts.from_plan(plan, chunks)
         self._updates = adam.UpdateCount(optimizer)
-        accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
+        self._accumulate_in = accumulate_in = names.DTYPES[plan.config.sharding.grad_accum_dtype]
         model = torch.nn.ModuleList(chunks)
         dtype = next(model.parameters()).dtype
         if own_ranks and plan.config.sharding.zero_stage != 3:
@@ -79,7 +79,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         looks_at_each = fused or takes_each or self.streams
         self._hears_each = looks_at_each or self._in_order.counts_uses
         self._hears_until_agreed = self._hears_each and not looks_at_each
-        self._accumulate_in = accumulate_in
         rounded = [param for param in self.driver.params if param.dtype != accumulate_in and not fused]
         for param in rounded:
             param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
@@ -105,8 +104,11 @@ class DeepSpeedBackend(AccumulatingBackend):
         self.driver.gather(list(params))
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
-        """A flush is over: gradients that come now are not final."""
+        """A flush is over: gradients that come now are not final. After the last one, what it did not bring is reduced:
+        another rank may be held up in its last backward until it is, while this one would agree on the next call."""
         self._set_syncing(False)
+        if self._last_flush:
+            self._in_order.end()
 
     # --- the step ---
 

@@ -188,13 +188,15 @@ class Fsdp2Backend(ShardingBackend):
         """Gradients of the backwards inside are not summed over ranks (streaming: over replicas). Chunks leave it one
         by one, the last chunk first. (Under a split backward `before_weight_grad` says when a chunk's last comes.)"""
         yield  # without `finally`, as in base.py
-        if self._last_flush and self._waiting and not self._splits:
+        if self._last_flush and self._waiting and not self._splits and torch.is_grad_enabled():
             self.expect_last_backward(self._waiting.pop())
 
     def finalize_model_grads_func(self, models: Any, num_tokens: torch.Tensor | None = None, **unused: Any) -> None:
         assert not (self._last_flush and self._waiting), "a chunk's last backward ran without the reduction"
-        turns = self._turns.values()
-        if self._last_flush and any(each.at_end is None for each in turns):
+        turns = self._turns.values() if self._last_flush else ()
+        for each in turns:
+            each.finish()
+        if any(each.at_end is None for each in turns):
             skips = any(gathered(any(each.skips for each in turns), self._groups.collection.tp_dp_cp))
             for each in turns:
                 each.at_end = skips
@@ -255,7 +257,9 @@ class Fsdp2Backend(ShardingBackend):
             root.set_requires_all_reduce(False)
 
     def expect_last_backward(self, root: FSDPModule) -> None:
-        """Have a chunk's next backward reduce its gradients, over replicas too."""
+        """Have a chunk's next backward reduce its gradients, over replicas too, after those of the chunk before."""
+        for each in self._turns.values():
+            each.finish()
         root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.step.train_step import TrainStep
 
-_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward")
+_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward", "trial")
 _CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
@@ -49,16 +49,9 @@ def on_step(
     shapes = [] if plan.config.batch.variable_seq_lengths else shapes_of(microbatches)
     rows, length = next((shape for shape in shapes if shape != planned), planned)
     agreed = on_call(
-        "train_step",
-        steps,
-        stop=stop,
-        problem=problem,
-        given=(len(microbatches), batch.num_microbatches),
-        add=_whole_number(weights),
-        step=step,
-        micro_batch_size=rows,
-        **{_LENGTH: length},
-    )
+        "train_step", steps, stop=stop, problem=problem, given=(len(microbatches), batch.num_microbatches),
+        add=_whole_number(weights), step=step, micro_batch_size=rows, **{_LENGTH: length},
+    )  # fmt: skip
     if (rows, length) != planned:
         raise RankDisagreement(
             f"every rank has micro-batches of {rows} x {length} tokens, but the plan says micro_batch_size"

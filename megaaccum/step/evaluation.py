@@ -47,8 +47,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """(mean loss, weight) of one global batch; the same on every rank. A `problem` of any rank is raised on every rank,
     and StepError for weights that are negative or not numbers."""
-    steps.agree_on_call("evaluate", problem, num_microbatches=len(microbatches))
-    tally = forward(steps, steps.batch_of(microbatches))
+    tally = forward(steps, steps.agreed_batch("evaluate", problem, microbatches))
     total, weight, bad = sums_over_ranks(world_sums.counted(steps.groups, [*tally.sums(), tally.faults()[0]]))
     world_sums.refuse_weights(bad)
     return total / (weight or 1.0), weight

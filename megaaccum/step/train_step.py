@@ -254,12 +254,9 @@ class TrainStep:
         other for more only if some rank has any of them."""
         self.observer.phase("norm")
         norm, sums, is_unusual = grad_norm.global_norm(
-            self.backend,
-            self.groups,
-            along=world_sums.own_sums(self, opened),
-            flag=torch.stack(world_sums.faults(self, opened.tally)).sum(),
-            overflow=self.fp8.overflow(),
-        )
+            self.backend, self.groups, along=world_sums.own_sums(self, opened),
+            flag=torch.stack(world_sums.faults(self, opened.tally)).sum(), overflow=self.fp8.overflow(),
+        )  # fmt: skip
         self.observer.phase("verdict")
         attempt = world_sums.attempt_of(self, opened, norm, sums)
         if is_unusual:
@@ -303,23 +300,15 @@ class TrainStep:
         self.observer.phase("report")
         self.recovery.conclude(verdict)
         self.last_weight = verdict.weight / self.batch.global_batch_size
+        notes = opened.note, verdict.note, self.side_losses.note(verdict.weight / self.groups.dp.size())
         result = StepResult(
-            step=opened.step,
-            loss=verdict.loss,
-            weight=verdict.weight,
-            grad_norm=verdict.norm,
-            skipped=verdict.skip,
-            bad=verdict.bad,
-            loss_scale=self.backend.loss_scale,
-            sanitized=verdict.num_zeroed + verdict.num_dropped,
-            note=". ".join(
-                filter(None, (opened.note, verdict.note, self.side_losses.note(verdict.weight / self.groups.dp.size())))
-            ),
-            stop=stop,
+            step=opened.step, loss=verdict.loss, weight=verdict.weight, grad_norm=verdict.norm, skipped=verdict.skip,
+            bad=verdict.bad, loss_scale=self.backend.loss_scale, sanitized=verdict.num_zeroed + verdict.num_dropped,
+            note=". ".join(filter(None, notes)), stop=stop,
             reports=verdict.reports | world_sums.noise_report(self, verdict),
             per_microbatch=self.reports.per_microbatch(opened.tally),
             expert_loads=self._experts.loads(opened.expert_counts),
-        )
+        )  # fmt: skip
         return self.transaction.commit(result, self.backend.param_groups)
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
@@ -350,15 +339,16 @@ class TrainStep:
             batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             if agreed.sums[1]:  # some rank does not know its weights
                 batch = replace(batch, weights=None)
-            if last is None:
-                so_far = 0 if self.opened is None else self.opened.num_microbatches
-                last = so_far + len(batch) == self.batch.num_microbatches
+            count, planned = batch.first + len(batch), self.batch.num_microbatches
+            last = count == planned if last is None else last
             # A power of two near the mean of what ranks expect, which may differ, has to be the same on all.
             alike = replace(batch, expected=agreed.sums[0] / torch.distributed.get_world_size())
             opened = self.opened or self.open(
                 self.transaction.step + 1 if step is None else step,
                 world_sums.divisor_of(self, [alike], total, alone=last),
             )
+            if count > planned and (why := self.backend.sums.missing(count)):
+                raise StepError(f"step {opened.step}: {why}").printed_once()
             self.opened = None  # a flush that fails leaves no open step
             if not opened.calls:
                 opened.told = total
@@ -466,6 +456,7 @@ class TrainStep:
         self.drop_begun()
         self._trial_batch = batch
         try:
+            self.agree_on_call("trial", None, num_microbatches=len(microbatches))
             found = self._whole(microbatches)
             found = replace(found, weights=None) if any_rank(found.weights is None) else found
             opened = self.open(self.transaction.step + 1, world_sums.divisor_of(self, [found], alone=True))
@@ -489,6 +480,16 @@ class TrainStep:
         batch = read_batch(function, data, self.batch, first=first, **known)
         if self.plan.config.batch.variable_seq_lengths and batch.lengths is None and batch.can_run_again:
             return replace(batch, lengths=[length for _, length in shapes_of(batch.data)] or None)  # type: ignore[arg-type]
+        return batch
+
+    def agreed_batch(self, call: str, problem: MegaaccumError | None, *data: Any, **known: Any) -> Microbatches:
+        """`batch_of`, where all ranks make the same call on as many micro-batches; all raise what keeps one of them."""
+        try:
+            batch = self.batch_of(*data, **known)
+        except ConfigError as error:
+            self.agree_on_call(call, problem or error)
+            raise
+        self.agree_on_call(call, problem, num_microbatches=len(batch))
         return batch
 
     def agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:

@@ -146,7 +146,7 @@ class UnitTurns:
     def __init__(self, root: Any, *, at_end: bool | None, reduces: bool):
         self.at_end, self.skips = at_end, False
         """`skips`: whether a backward has left out a unit."""
-        self._all, self._comm = units(root), root._get_fsdp_state()._comm_ctx
+        self._root, self._all, self._comm = root, units(root), root._get_fsdp_state()._comm_ctx
         self._units = [unit for unit in self._all if reduces and _trained_in(unit)]
         self._post_backward = {id(unit): unit.post_backward for unit in self._units}
         self._left: list[Any] = []
@@ -164,6 +164,15 @@ class UnitTurns:
     def begin(self) -> None:
         """Begin the chunk's last backward."""
         self._left = list(self._units)
+
+    def finish(self) -> None:
+        """Reduce what is left if the last micro-batch had no backward: it did not run the chunk, or without a graph. A
+        rank that has run it in no micro-batch gathers too, as the others have."""
+        if self._left:
+            self._root._get_fsdp_state()._lazy_init()
+            for module in modules(self._root):
+                module.unshard()
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def _begin_forward(self, *_: Any) -> None:
         self._first = len(self._comm.post_forward_order)

@@ -390,7 +390,14 @@ def wrong_calls() -> dict[str, str]:
         call = getattr(made, name)
         seen[f"one iterator, {name}"] = said(lambda call=call: call(iter(given) if rank else given))
     seen["counts of a forward"] = said(lambda: made.forward(batches(4 + rank)))
+    seen["a step and a forward"] = said(lambda: made.forward(batches()) if rank else made.train_step(batches()))
+    seen["nothing, evaluate"] = said(lambda: made.evaluate([None] * 4 if rank else batches()))
+    seen["counts of a trial"] = said(lambda: made.trial(batches(4 + rank)).__enter__())
     seen["one iterator, after it"] = said(lambda: made.train_step(batches()))
+    in_one_order = engine(keys=KEYS | dict(sharding=dict(reproducible="layout")))
+    in_one_order.forward_backward(batches())
+    seen["more in one order"] = said(lambda: in_one_order.forward_backward(batches(2)))
+    seen["more in one order, after it"] = said(in_one_order.optim_step)
     made = engine(keys=KEYS | dict(batch=KEYS["batch"] | dict(static_graph=True)))
     seen["part of a graph"] = said(lambda: made.forward_backward(batches(4 - rank)))
     made = engine(forward_step_func=None)
@@ -412,6 +419,8 @@ def wrong_calls() -> dict[str, str]:
     assert made.chunks[0].training and not layer.training
     for trained in (False, True):
         layer.bias.requires_grad_(trained)
+        if not trained:
+            seen["bias trained: False, trial"] = said(lambda made=made: made.trial(batches()).__enter__())
         seen[f"bias trained: {trained}"] = said(lambda made=made: made.train_step(batches()))
     made = engine(optimizer=dying)
     with pytest.raises(RuntimeError, match="a kernel died"):
@@ -423,14 +432,20 @@ def wrong_calls() -> dict[str, str]:
 CALLS = {
     "no gradient": "step 1 has no gradient: call forward_backward before optim_step",
     "counts": "ranks disagree about num_microbatches (rank 0: 2; rank 1: 3)",
-    "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4 forward)"
-    " (rank 0: 1; rank 1: 2)",
+    "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4 forward,"
+    " 5 trial) (rank 0: 1; rank 1: 2)",
     "totals": "ranks disagree about total_weight",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "one iterator, forward_backward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "one iterator, forward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "counts of a forward": "ranks disagree about num_microbatches (rank 0: 4; rank 1: 5)",
+    "a step and a forward": "4 forward, 5 trial) (rank 0: 0; rank 1: 4)",
+    "nothing, evaluate": "rank 1: data comes from an iterator: give num_microbatches with it",
+    "counts of a trial": "ranks disagree about num_microbatches (rank 0: 4; rank 1: 5)",
     "one iterator, after it": "",
+    "more in one order": "each rank had 6 micro-batches, and reproducible layout adds up the 4 of the plan",
+    "more in one order, after it": "",
+    "bias trained: False, trial": "requires_grad of stages.",
     "part of a graph": "rank 1: static_graph true: a call takes the 4 micro-batches of a step, not 3",
     "no function": "no forward_step_func: give one to initialize, or with the call",
     "an iterator's step": "train_step takes a list of micro-batches, but a list_iterator was given",

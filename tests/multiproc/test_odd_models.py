@@ -449,7 +449,8 @@ def after_backwards_of_the_users(backend: str) -> list[tuple[float, float]]:
     norm = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(whole.parameters()))]).norm()
     for _ in range(2):
         found.append((engine.train_step(data()).grad_norm, float(norm)))
-        if backend in ("ddp", "megatron"):  # parameters are whole between steps
+        engine.evaluate(data())
+        if backend != "fsdp2":  # parameters are whole after an evaluation
             made(torch.ones(1, WIDTH)).sum().backward()
     return found
 
@@ -513,3 +514,65 @@ def test_a_hook_before_a_layers_forward_reads_its_whole_weight(sync: str):
         assert found.keys() == whole.keys()
         for name, grad in found.items():
             assert (grad - whole[name]).norm() <= 1e-5 * whole[name].norm(), name
+
+
+def of_odd_microbatches(sharding: dict[str, Any], kind: str, odd: tuple[int, ...]) -> list[tuple[float, float]]:
+    """(norm, that of one process) of three steps, of two calls each, on two ranks. Micro-batches `odd` of the second
+    one run a part of the model: from the second step on its head alone (`skips`), or nothing in any step (`empty`)."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.head = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers if float(x.mean()) < 9 else ():
+                x = torch.tanh(layer(x))
+            return self.head(x)
+
+    def output(model: Any, x: Any) -> Any:
+        return x * 0.0 if kind == "empty" and float(x.mean()) > 9 else model(x)
+
+    def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        return output(chunk, next(data_iterator)), lambda out: (out.square().sum(), float(LENGTH * bool(out.any())), {})
+
+    torch.manual_seed(7)
+    plan = plan_of(batch=dict(global_batch_size=2 * COUNT), sharding=sharding)
+    made, whole, found = Model(), Model(), []
+    optimizer = lambda params: torch.optim.AdamW(params, lr=0.0, weight_decay=0.0)  # noqa: E731
+    engine = engine_on(plan, made, forward_step_func=step, optimizer=optimizer)
+    whole.load_state_dict(dict(engine.whole_weights()))
+    for number in range(3):
+        every = [torch.randn(LENGTH, 1, WIDTH) for _ in range(2 * COUNT)]
+        for index in odd if kind == "empty" or number else ():
+            every[COUNT + index] = every[COUNT + index] + 10.0
+        mine = every[COUNT * torch.distributed.get_rank() :][:COUNT]
+        engine.forward_backward(mine[:4])
+        engine.forward_backward(mine[4:])
+        outputs = [out for x in every if (out := output(whole, x)).requires_grad]
+        loss = sum(out.square().sum() for out in outputs) / (LENGTH * len(outputs))
+        norm = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(whole.parameters()))]).norm()
+        found.append((engine.optim_step().grad_norm, float(norm)))
+    return found
+
+
+SMALL_BUCKETS = dict(reduce_bucket_size=10)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "kind", "odd"),
+    [
+        (SMALL_BUCKETS | dict(zero_stage=1), "skips", (COUNT - 1,)),
+        (SMALL_BUCKETS | dict(zero_stage=3), "skips", (COUNT - 1,)),
+        (dict(backend="fsdp2"), "empty", (COUNT - 1,)),
+        (dict(backend="fsdp2"), "empty", tuple(range(COUNT))),
+        (dict(backend="fsdp2", reproducible="layout"), "empty", (1, COUNT - 1)),
+    ],
+    ids=["zero-1 skips", "zero-3 skips", "fsdp2 last", "fsdp2 all", "fsdp2 in one order"],
+)
+def test_no_rank_waits_for_one_whose_microbatches_run_less(sharding: dict[str, Any], kind: str, odd: tuple[int, ...]):
+    for found in run_ranks(of_odd_microbatches, 2, sharding, kind, odd, timeout=30):
+        for norm, expected in found:
+            assert norm == pytest.approx(expected, rel=1e-5)

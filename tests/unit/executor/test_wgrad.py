@@ -36,3 +36,20 @@ def test_the_uses_of_a_weight_are_added_in_the_precision_of_its_gradient():
         owed.add(weight, lambda part=part: part)  # type: ignore[misc]
     owed.compute()
     assert weight.grad is not None and weight.grad.tolist() == [[1 + 2.0**-8] * 2] * 2
+
+
+def test_a_layer_under_autocast_has_the_gradients_of_torchs_own():
+    """Its backward, and its W, run outside of the context in which its forward made 16-bit numbers of 32-bit ones."""
+    torch.manual_seed(0)
+    weight, given = torch.nn.Parameter(torch.randn(4, 3)), torch.randn(5, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.autograd.grad(
+            torch.nn.functional.linear(given, weight).float().square().sum(), [given, weight]
+        )
+        output = wgrad._forward(input=given, weight=weight, bias=None, allreduce_dgrad=False, sequence_parallel=False)
+    owed = wgrad.WeightGrads()
+    with wgrad.put_aside(owed):
+        output.float().square().sum().backward()
+    owed.compute()
+    assert given.grad is not None and weight.grad is not None
+    assert given.grad.equal(expected[0]) and weight.grad.equal(expected[1])
