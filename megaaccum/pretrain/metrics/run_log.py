@@ -16,7 +16,7 @@ from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import TOTALS, Journal, Record
-from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step, ranks_of
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_text, last_step, ranks_of
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
@@ -88,7 +88,7 @@ class RunLog:
         self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
         if start_step:
             self.event("restart", start_step, f"continues after step {start_step}")
-        self._services = Services(plan.config, start_step=start_step)
+        self._services = Services(plan.config, start_step=start_step, lost=self._lose)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Record an optimizer step, taken or skipped; called once for each, in order.
@@ -115,16 +115,11 @@ class RunLog:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Record an evaluation: `step` (steps taken before it, 0 for one before the first), `loss` (nats per
         token), and other numbers under names that tell their units."""
-        if not self._is_writer:
-            return
-        full = {"kind": "valid", **_read(record)}
-        self._write(full)
-        self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
-        self._services.flush()
+        self.add_text("valid", record, evaluation_text(record["loss"]))
 
     def add_text(self, kind: str, record: Mapping[str, Any], text: str) -> None:
-        """Record text comparisons or a sample after `step` steps (kind `text_comparisons`, `sample`), and print
-        `text`."""
+        """Record an evaluation, text comparisons or a sample after `step` steps (kind `valid`, `text_comparisons`,
+        `sample`), and print `text`."""
         if not self._is_writer:
             return
         self._write({"kind": kind, **_read(record)})
@@ -216,6 +211,11 @@ class RunLog:
             raise
         if record["kind"] != "end":
             self._services.add(record)
+
+    def _lose(self, text: str) -> None:
+        """Say that a service is lost."""
+        self.event("output", self._last_seen, text)
+        self.note(text)
 
     def _end(self, outcome: str, seconds: Record) -> None:
         """Write the last record of this start and the final receipt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.metrics.receipts import launched
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
@@ -55,6 +57,7 @@ class TrainingRun:
     def __init__(self, plan: Plan, advisor: Advisor):
         """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
         world; raises on every rank."""
+        self._launched = launched()
         start_together(plan)
         plan, notes = raise_on_all_ranks(advisor.resolve, plan, _smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
@@ -102,7 +105,7 @@ class TrainingRun:
             self.log.note(verified)
         planned = advisor.expected_of(self.plan, self.data.vocabulary.size)
         self._ranks = Ranks(self.plan, self.engine.groups, self.engine.chunks, planned)
-        self._signals, self._started = StopSignals(), time.monotonic()
+        self._signals = StopSignals()
         self._texts = raise_on_all_ranks(Texts, self.engine, self.data, self.log)
         self._stopwatch = self.engine.observer.stopwatch
         self._stopwatch.enter("between")
@@ -131,18 +134,18 @@ class TrainingRun:
 
     def is_to_stop(self) -> bool:
         """Whether this rank asks to stop after the next step: a signal, exit_interval or exit_duration_in_mins."""
-        run, step = self.plan.config.run, self.engine.step + 1
-        minutes = (time.monotonic() - self._started) / 60
-        return (
-            self._signals.received
-            or bool(run.exit_interval and step % run.exit_interval == 0)
-            or (run.exit_duration_in_mins is not None and minutes > run.exit_duration_in_mins)
-        )
+        return self._signals.received or self._is_at_limit(self.engine.step + 1)
 
     def why_stopped(self) -> str:
-        """The outcome of a run that stopped before its last step."""
-        why = "a signal" if self._signals.received else "exit_interval or exit_duration_in_mins"
+        """The outcome of a run that stopped before its last step. Another rank may have had the signal."""
+        at_limit = self._is_at_limit(self.engine.step) and not self._signals.received
+        why = "exit_interval or exit_duration_in_mins" if at_limit else "a signal"
         return f"Stopped by {why} after step {self.engine.step}"
+
+    def _is_at_limit(self, step: int) -> bool:
+        run, minutes = self.plan.config.run, (time.time() - self._launched) / 60
+        is_due = bool(run.exit_interval and step % run.exit_interval == 0)
+        return is_due or minutes > (run.exit_duration_in_mins or math.inf)
 
     def report(self, result: StepResult, batch: BatchPlan) -> None:
         """Log a step on `batch`, and every few steps compare ranks with each other and the plan. Collective."""
