@@ -62,7 +62,7 @@ class Progress:
             parts.append(f"experts {record['expert_imbalance']:.2f}x the mean")
         if record.get("expert_dropped_share"):
             parts.append(f"{record['expert_dropped_share']:.1%} of tokens dropped")
-        parts += _rates(self._speed.rates(self._seconds, self._batches))
+        parts += [_RATES[name].format(rate) for name, rate in self._speed.rates(self._seconds, self._batches).items()]
         if self._data >= SHOWN_WAIT * self._seconds:
             parts.append(f"{self._data / self._seconds:.0%} waiting for data")
         if self._num_skipped:
@@ -93,9 +93,8 @@ def evaluation_text(loss: float) -> str:
     return f"validation loss {loss:.4f}" + (f" | perplexity {math.exp(loss):,.2f}" if loss < 20 else "")
 
 
-def _rates(rates: dict[str, float]) -> list[str]:
-    return [
-        f"{rates['tokens_per_second']:,.0f} tokens/s",
-        f"{rates['tflops_per_second_per_rank']:.3g} TFLOP/s per rank",
-        *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []),
-    ]
+_RATES = {
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflops_per_second_per_rank": "{:.3g} TFLOP/s per rank",
+    "mfu": "MFU {:.1%}",
+}

@@ -44,7 +44,7 @@ class RunLog:
         plan: Plan,
         *,
         is_writer: bool,
-        flops_per_step: float,
+        flops_per_step: float | None,
         peak_flops: float | None,
         start_step: int = 0,
         opening: Record | None = None,
@@ -53,8 +53,8 @@ class RunLog:
     ):
         """Open the files of a run that continues after step `start_step` (0: a fresh one).
 
-        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device, None if unknown) from
-        `flops.peak_flops`; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
+        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device) from `flops.peak_flops`,
+        each None if unknown; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
         seconds, `now` seconds since 1970. Raises MegaaccumError if a file cannot be written or the journal of an
         earlier start is damaged, and ConfigError as `check` does.
         """
@@ -97,8 +97,9 @@ class RunLog:
         data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
         `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
         on (`step_record.by_phase`). Any other number may be there, under a name with its unit. Added here:
-        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
-        peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
+        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank` (if the model's layers are
+        counted), `mfu` (0 to 1, if the peak is known too), `goodput` (0 to 1, of the whole run so far), and `time`, in
+        seconds since 1970.
         """
         if not self._is_writer:
             return

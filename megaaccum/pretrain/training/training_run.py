@@ -21,7 +21,7 @@ from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform import cpu
-from megaaccum.pretrain.data.dataset import Datasets, build_datasets
+from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import Batch
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
@@ -92,7 +92,8 @@ class TrainingRun:
         """Context around the steps: opens the loader of training samples, and at the end waits for a checkpoint that is
         still being written. Records an error in the log."""
         try:
-            with self.saver, closing(training_loader(self.engine, self.data)) as self.loader:
+            samples = loader_of(self.engine, self.data.train, self.data, consumed_samples=self.engine.consumed_samples)
+            with self.saver, closing(samples) as self.loader:
                 yield self.loader
         except BaseException as error:
             self.log.failed(error)
@@ -192,12 +193,6 @@ def _smallest_device() -> float | None:
     free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
     torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
     return float(free)
-
-
-def training_loader(engine: Engine, data: Datasets) -> SharedLoader:
-    """This rank's micro-batches of the training samples after those that were consumed. Collective over its
-    model-parallel group."""
-    return loader_of(engine, data.train, data, consumed_samples=engine.consumed_samples)
 
 
 def watchdog_of(engine: Engine) -> Watchdog:
