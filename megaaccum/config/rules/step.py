@@ -30,7 +30,7 @@ _CONTRARY: dict[str, tuple[str, ...]] = {
 
 
 def one_beginning(subject: Subject) -> Iterator[str]:
-    """A run begins with the weights of one place and goes on with one schedule."""
+    """A run begins with the weights of one place, and one schedule holds."""
     for name, contrary in _CONTRARY.items():
         if getattr(subject.run, name) and (others := [each for each in contrary if getattr(subject.run, each)]):
             yield f"{name} and {others[0]} say two things of how the run begins: leave one of them out."
