@@ -23,10 +23,8 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
         )
 
 
-_CONTRARY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("init_from", "no_load"), ("finetune", "reset_iteration")),
-    "use_checkpoint_opt_param_scheduler": ("override_opt_param_scheduler",),
-}
+_CONTRARY: dict[str, tuple[str, ...]] = dict.fromkeys(("init_from", "no_load"), ("finetune", "reset_iteration"))
+_CONTRARY["use_checkpoint_opt_param_scheduler"] = ("override_opt_param_scheduler",)
 
 
 def one_beginning(subject: Subject) -> Iterator[str]:
