@@ -389,17 +389,18 @@ class Engine:
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Load the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states; without
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
-        A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError on every rank, with
-        the engine as it was, without its open step."""
+        A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError, or ConfigError if
+        these ranks cannot take its batch warm-up, on every rank, with the engine as it was, without its open step."""
         raise_on_all_ranks(resume.check_kept, self._unkept)
         with self.groups.current():
-            self.train_steps.drop_begun()
             self.train_steps.abandon()
             return resume.first_good(folder, self._load, self.print) is not None
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differences = self.differences(progress) if self.trains else {}
+        if self.trains and ("batch" in self.override or not differences["batch"]):  # if not, that is what is refused
+            raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
         notes = self.load_tensors(checkpoint, differences, only_weights=not self.trains)
         if self.trains:
             self.resume(progress)
@@ -448,7 +449,6 @@ class Engine:
         every rank if a name is missing, unknown or there twice, or a shape differs; the engine has then failed.
         """
         with self._guarded():
-            self.train_steps.drop_begun()
             self.train_steps.abandon()
             whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=num_updates is None)
             of = self.train_steps.transaction

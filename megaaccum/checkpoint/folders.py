@@ -74,8 +74,7 @@ _MOST_BYTES = 1 << 28
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint that `latest` in `folder` names; if it names none, the newest complete one; None if there is
     none."""
-    found, _ = resume_candidates(folder)
-    return found[0] if found else None
+    return next(iter(resume_candidates(folder)[0]), None)
 
 
 def resume_candidates(folder: str | os.PathLike[str], step: int | None = None) -> tuple[list[Path], str]:

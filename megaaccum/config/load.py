@@ -108,7 +108,5 @@ def reset(config: Config, name: str) -> None:
 
 def given(config: Config, name: str) -> bool:
     """Whether this key was written: `load` read it, or its value in a Config built in code is not the default."""
-    if name in config.origin:
-        return True
     section = getattr(config, all_keys()[name].section)
-    return bool(getattr(section, name) != getattr(type(section)(), name))
+    return name in config.origin or bool(getattr(section, name) != getattr(type(section)(), name))

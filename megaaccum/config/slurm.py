@@ -47,5 +47,4 @@ def tasks_per_node(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """The first host of Slurm's list: `gpu03` of `gpu[03-07,12],login1`."""
-    first, _, _ = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).partition(",")
-    return first
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).partition(",")[0]

@@ -32,8 +32,8 @@ def estimate(mean_square: float, squares: float, share: float) -> Estimate:
 
 
 def ratio(steps: Sequence[Estimate]) -> tuple[float, float]:
-    """(S / |G|^2 as a multiple of the step's batch, its standard error); infinite where the mean of |G|^2 is not above
-    zero, because noise hides it. One step has no error (nan)."""
+    """(S / |G|^2 in the unit in which S of `steps` is, which for `estimate` is the step's batch, its standard error);
+    infinite where the mean of |G|^2 is not above zero, because noise hides it. One step has no error (nan)."""
     noise, signal = (sum(values) / len(steps) for values in zip(*steps, strict=True))
     if not signal > 0:
         return math.inf, math.nan
@@ -86,7 +86,6 @@ class NoiseScale:
         found = estimate(norm**2, squares * factor**2, shares / weight**2)
         if not all(map(math.isfinite, found)):
             return {}
-        self.steps.append(found)
-        size, error = ratio(self.steps)
-        named = {"noise_scale_sequences": size * batch, "noise_scale_error_sequences": error * batch}
-        return {name: value for name, value in named.items() if math.isfinite(value)}
+        self.steps.append((found[0] * batch, found[1]))  # in sequences: batches of a warm-up differ in size
+        named = zip(("noise_scale_sequences", "noise_scale_error_sequences"), ratio(self.steps), strict=True)
+        return {name: value for name, value in named if math.isfinite(value)}

@@ -20,6 +20,10 @@ ParamGroup = dict[str, Any]
 KEY_OF_STATE = {key.facts.lr_state: key for key in all_keys().values() if key.facts.lr_state}
 """Which key of the configuration decides each number of the schedule's state."""
 
+_RATES, _DECAYS = ("decoupled_lr", "lr_mult", "muon_scalar_lr", "use_mup"), ("muon_scalar_weight_decay",)
+_MADE_BY = {"max_lr": _RATES, "min_lr": _RATES, "start_wd": _DECAYS, "end_wd": _DECAYS}
+"""Keys that make groups with rates of their own from a number, before a checkpoint's is known."""
+
 
 class HasParamGroups(Protocol):
     """An optimizer, or a DeepSpeed engine's: all that the schedule touches is its groups."""
@@ -88,9 +92,9 @@ class LrSchedule:
 
         Raises CheckpointError, and changes nothing, where there are `differences`.
         """
-        if not (self._of_checkpoint or self._of_config) and (problems := self.differences(state)):
-            raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
         if self._of_checkpoint or not self._of_config:
+            if problems := self.differences(state):
+                raise CheckpointError("\n".join(f"{text}; {remedy}" for text, remedy in problems.items()))
             self._laid_out_by = _ramp_of(state)
             for name in KEY_OF_STATE:
                 setattr(self._scheduler, name, state[name])
@@ -100,12 +104,11 @@ class LrSchedule:
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
         """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
-        the same batches, each with the key to set back; none where the checkpoint's holds in any case."""
+        the same batches, each with the key to set back. If the checkpoint's holds in any case, only those by which
+        groups with rates of their own were made."""
         if missing := sorted(self.state_dict().keys() - state.keys()):
             what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
             return {what: "it is damaged, or not one of megaaccum"}
-        if self._of_checkpoint:
-            return {}
         ramp = _ramp_of(state)
         mine = scheduler_arguments(self._config, ramp)
         return dict(
@@ -115,11 +118,12 @@ class LrSchedule:
         )
 
     def _matters(self, name: str) -> bool:
+        if self._of_checkpoint:
+            keys = _MADE_BY.get(name, ())
+            return any(getattr(self._config.optimizer, key, self._config.megatron.get(key)) for key in keys)
         if name == "wd_incr_steps":
             return bool(self._scheduler.wd_incr_style != "constant")
-        if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
-            return bool(self._scheduler.lr_decay_style == "WSD")
-        return True
+        return name not in ("wsd_decay_steps", "lr_wsd_decay_style") or bool(self._scheduler.lr_decay_style == "WSD")
 
     def _difference(self, name: str, saved: Any, now: Any, ramp: BatchRamp) -> tuple[str, str]:
         key = lr_spans.key_of(self._config, KEY_OF_STATE[name].name)

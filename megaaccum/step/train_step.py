@@ -422,8 +422,9 @@ class TrainStep:
             go_back()
 
     def abandon(self) -> None:
-        """Drop the gradients of the open step, if there is one, and go back to the random states of before it.
-        Collective over the world."""
+        """Drop the gradients of the open step, if there is one, and go back to the random states of before it. Ends a
+        step that has begun before its call. Collective over the world."""
+        self.drop_begun()
         opened, self.opened = self.opened, None
         if opened is None:
             return

@@ -108,6 +108,41 @@ def test_a_static_graph_takes_whole_steps_alone():
     assert whole == "norm True"
 
 
+def loaded_in_steps_that_do_not_divide(folder: str) -> tuple[str, bool]:
+    """The error of a load in mid-ramp, and whether the engine is as it was."""
+    import torch
+
+    from megaaccum import Plan, initialize
+    from megaaccum.errors import ConfigError
+
+    def forward_step(data_iterator, model):
+        output = model(next(data_iterator))
+        return output, lambda sums: (sums.square().sum(), torch.ones(()), {})
+
+    def engine_of(micro_batch_size: int):
+        batch = dict(micro_batch_size=micro_batch_size, global_batch_size=8, seq_length=4, rampup_batch_size=[2, 2, 24])
+        plan = Plan.of(
+            batch=batch, sharding=dict(backend="ddp"), optimizer=dict(lr=1e-2), run=dict(train_iters=50), world_size=1
+        )
+        return initialize(plan, torch.nn.Linear(4, 4), forward_step_func=forward_step)
+
+    first = engine_of(1)
+    first.train_step([torch.ones(1, 4)] * first.batch.num_microbatches)
+    first.save(folder)
+    other = engine_of(4)  # whose ramp begins with 4
+    before = [weight.clone() for _, weight in other.whole_weights()]
+    with pytest.raises(ConfigError) as refusal:
+        other.load(folder)
+    now = [weight for _, weight in other.whole_weights()]
+    return str(refusal.value), other.step == 0 and all(map(torch.equal, before, now))
+
+
+def test_a_load_that_these_ranks_cannot_cut_leaves_the_engine_as_it_was(tmp_path):
+    ((refusal, is_as_it_was),) = run_ranks(loaded_in_steps_that_do_not_divide, 1, str(tmp_path), timeout=60)
+    assert "has steps of 2 sequences still to come" in refusal
+    assert is_as_it_was
+
+
 # --- killed in the middle of it, and gone on with other ranks ---------------------------------------------------------
 
 EXACT_RUN = {

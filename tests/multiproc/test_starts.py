@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +36,8 @@ def started(*starts: str) -> list[str]:
         try:
             words = flags.split()
             path = None if words[0].startswith("-") else words.pop(0)
-            loop.train(config.resolve(load(path, words), world_size=1), advisor)
+            world_size = int(os.environ["WORLD_SIZE"])
+            loop.train(config.resolve(load(path, words), world_size=world_size), advisor)
             refusals.append("")
         except (CheckpointError, ConfigError) as error:
             refusals.append(str(error))
@@ -79,6 +84,40 @@ def test_a_start_ends_by_interval_and_begins_from_what_it_is_given(tmp_path):
         assert losses(tmp_path / name)["train", 1] == pytest.approx(last["tuned"]["loss"])
         assert losses(tmp_path / name)["train", 1] < first
     assert last["kept"]["loss"] == pytest.approx(last["fresh"]["loss"])
+
+
+def interrupted(folder: str) -> None:
+    """A run of which rank 1 alone gets a signal, after it has begun to listen for it."""
+
+    def interrupt() -> None:
+        while getattr(signal.getsignal(signal.SIGTERM), "__name__", "") != "_remember":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=interrupt, daemon=True).start()
+    started(f"{RUN}--lr 1e-2 --output_dir {folder} --train_iters 2000 --exit_interval 1500 --save_interval 0")
+
+
+def outcome(folder: Path) -> str:
+    return json.loads((folder / "receipts" / "start_1.json").read_text())["outcome"]["text"]
+
+
+def test_a_signal_to_another_rank_is_what_stopped_the_run(tmp_path):
+    run_ranks(interrupted, 2, str(tmp_path), init=False, timeout=120)
+    assert outcome(tmp_path).startswith("Stopped by a signal after step")
+
+
+def launched_an_hour_ago(flags: str) -> list[str]:
+    os.environ[receipts.LAUNCHED] = repr(time.time() - 3600)
+    return started(flags)
+
+
+def test_the_minutes_of_a_start_begin_with_its_launch(tmp_path):
+    """A job's time limit counts imports, the build of the model and the load of a checkpoint too."""
+    flags = f"{RUN}--lr 1e-2 --output_dir {tmp_path} --exit_duration_in_mins 50"
+    assert run_ranks(launched_an_hour_ago, 1, flags, init=False, timeout=120) == [[""]]
+    assert outcome(tmp_path) == "Stopped by exit_interval or exit_duration_in_mins after step 1"
 
 
 @pytest.mark.parametrize("key", ["no_load_optim", "reset_iteration"])

@@ -23,11 +23,15 @@ def one_loss_scale(subject: Subject) -> Iterator[str]:
         )
 
 
+_CONTRARY: dict[str, tuple[str, ...]] = dict.fromkeys(("init_from", "no_load"), ("finetune", "reset_iteration"))
+_CONTRARY["use_checkpoint_opt_param_scheduler"] = ("override_opt_param_scheduler",)
+
+
 def one_beginning(subject: Subject) -> Iterator[str]:
-    """A run begins with the weights of one place."""
-    run = subject.run
-    if run.init_from and (others := [name for name in ("finetune", "reset_iteration") if getattr(run, name)]):
-        yield f"init_from {run.init_from} and {others[0]}: both say with which weights the run begins; leave one out."
+    """A run begins with the weights of one place, and one schedule holds."""
+    for name, contrary in _CONTRARY.items():
+        if getattr(subject.run, name) and (others := [each for each in contrary if getattr(subject.run, each)]):
+            yield f"{name} and {others[0]} say two things of how the run begins: leave one of them out."
 
 
 def overflow_is_seen(subject: Subject) -> Iterator[str]:

@@ -282,7 +282,7 @@ class RunConfig:
     exit_interval: Annotated[int | None, Facts(at_least=1)] = None
     """End this start when the step is a multiple of it, after a checkpoint."""
     exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
-    """End this start after this many minutes, after a checkpoint."""
+    """End this start this many minutes after its launch, after a checkpoint."""
     finetune: bool = False
     """Take the weights alone from `load`, and begin at step 0."""
     reset_iteration: bool = False

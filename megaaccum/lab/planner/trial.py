@@ -49,7 +49,7 @@ _NO_MEMORY = (
 )  # fmt: skip
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL)
 """Exit codes of a process that the system ended, of a shell or our launcher about it, and of DeepSpeed's launcher."""
-_WRITES = ("save", "load", "finetune", "tensorboard_dir", "wandb_project", "csv_dir")
+_WRITES = ("save", "load", "finetune", "reset_iteration", "tensorboard_dir", "wandb_project", "csv_dir")
 _ENDS_EARLY = ("exit_interval", "exit_duration_in_mins", *batch_ramp.KEYS)
 """Keys by which a run ends before its steps are done, or has smaller batches in them than the planner priced."""
 _HELD = ("parameters", "gradients", "optimizer", "buffers", "activations", "p2p")

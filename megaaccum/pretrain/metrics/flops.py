@@ -27,6 +27,9 @@ PEAKS: list[tuple[frozenset[str], float]] = [
 ]
 """Words that a device's name must hold, and its peak. The first match counts."""
 
+_UNCOUNTED = ("attention_output_gate", "experimental_attention_variant", "hybrid_layer_pattern", "moe_latent_size")
+"""Fields of Megatron's model configuration that give layers other matrices than `step_flops` counts."""
+
 
 class Batch(Protocol):
     """Fields of a BatchPlan that are used here."""
@@ -35,6 +38,11 @@ class Batch(Protocol):
     def global_batch_size(self) -> int: ...
     @property
     def seq_length(self) -> int: ...
+
+
+def is_counted(config: Config) -> bool:
+    """Whether `step_flops` counts the layers of this model."""
+    return not any(config.megatron.get(name) for name in _UNCOUNTED)
 
 
 def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:

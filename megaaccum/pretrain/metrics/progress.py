@@ -54,15 +54,15 @@ class Progress:
         """The line after `record`, the step added last: its loss, norm and learning rate; rates over all steps since
         the line before; the estimated time to the end of this start, including evaluations and checkpoints at their
         rate so far."""
-        parts = [self.position(record["step"]), f"loss {_number(record['loss'], '.4f')}"]
+        parts = [self.position(record["step"]), f"loss {record['loss']:.4f}"]
         if "grad_norm" in record:
-            parts.append(f"grad norm {_number(record['grad_norm'], '.3g')}")
-        parts.append(f"lr {_number(record['lr'], '.2e')}")
+            parts.append(f"grad norm {record['grad_norm']:.3g}")
+        parts.append(f"lr {record['lr']:.2e}")
         if "expert_imbalance" in record:
             parts.append(f"experts {record['expert_imbalance']:.2f}x the mean")
         if record.get("expert_dropped_share"):
             parts.append(f"{record['expert_dropped_share']:.1%} of tokens dropped")
-        parts += _rates(self._speed.rates(self._seconds, self._batches))
+        parts += [_RATES[name].format(rate) for name, rate in self._speed.rates(self._seconds, self._batches).items()]
         if self._data >= SHOWN_WAIT * self._seconds:
             parts.append(f"{self._data / self._seconds:.0%} waiting for data")
         if self._num_skipped:
@@ -88,21 +88,13 @@ class Progress:
         self._seconds = self._data = self._batches = 0.0
 
 
-def evaluation_line(position: str, loss: float) -> str:
+def evaluation_text(loss: float) -> str:
     """Validation loss, and its perplexity where that is a readable number."""
-    line = f"{position} | validation loss {_number(loss, '.4f')}"
-    return f"{line} | perplexity {math.exp(loss):,.2f}" if loss < 20 else line
+    return f"validation loss {loss:.4f}" + (f" | perplexity {math.exp(loss):,.2f}" if loss < 20 else "")
 
 
-def _rates(rates: dict[str, float]) -> list[str]:
-    parts = [
-        f"{rates['tokens_per_second']:,.0f} tokens/s",
-        f"{_number(rates['tflops_per_second_per_rank'], '.3g')} TFLOP/s per rank",
-    ]
-    if "mfu" in rates:
-        parts.append(f"MFU {rates['mfu']:.1%}")
-    return parts
-
-
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else format(value, form)
+_RATES = {
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflops_per_second_per_rank": "{:.3g} TFLOP/s per rank",
+    "mfu": "MFU {:.1%}",
+}

@@ -16,7 +16,7 @@ from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import TOTALS, Journal, Record
-from megaaccum.pretrain.metrics.progress import Progress, evaluation_line, last_step, ranks_of
+from megaaccum.pretrain.metrics.progress import Progress, evaluation_text, last_step, ranks_of
 from megaaccum.pretrain.metrics.services import Services, missing_packages
 from megaaccum.pretrain.metrics.speed import Speed
 from megaaccum.pretrain.metrics.summary import summarize
@@ -44,7 +44,7 @@ class RunLog:
         plan: Plan,
         *,
         is_writer: bool,
-        flops_per_step: float,
+        flops_per_step: float | None,
         peak_flops: float | None,
         start_step: int = 0,
         opening: Record | None = None,
@@ -53,8 +53,8 @@ class RunLog:
     ):
         """Open the files of a run that continues after step `start_step` (0: a fresh one).
 
-        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device, None if unknown) from
-        `flops.peak_flops`; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
+        `flops_per_step` comes from `flops.step_flops`, `peak_flops` (FLOP/s of one device) from `flops.peak_flops`,
+        each None if unknown; `opening` is the receipt's content at the start (`receipts.opening`); `clock` gives
         seconds, `now` seconds since 1970. Raises MegaaccumError if a file cannot be written or the journal of an
         earlier start is damaged, and ConfigError as `check` does.
         """
@@ -88,7 +88,7 @@ class RunLog:
         self._receipt = receipts.Receipt(folder, opening or {}, fresh=start_step == 0, clock=clock)
         if start_step:
             self.event("restart", start_step, f"continues after step {start_step}")
-        self._services = Services(plan.config, start_step=start_step)
+        self._services = Services(plan.config, start_step=start_step, lost=self._lose)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Record an optimizer step, taken or skipped; called once for each, in order.
@@ -97,8 +97,9 @@ class RunLog:
         data included. Known: `grad_norm` (before clipping), `consumed_samples`, `global_batch_size` (of this step),
         `skipped` (bool), `note` (what was wrong with it), `num_tokens` (unmasked), `loss_scale`, `seconds_data` and so
         on (`step_record.by_phase`). Any other number may be there, under a name with its unit. Added here:
-        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank`, `mfu` (0 to 1, where the
-        peak is known), `goodput` (0 to 1, of the whole run so far), and `time`, in seconds since 1970.
+        `tokens_per_second` (all ranks, masked tokens included), `tflops_per_second_per_rank` (if the model's layers are
+        counted), `mfu` (0 to 1, if the peak is known too), `goodput` (0 to 1, of the whole run so far), and `time`, in
+        seconds since 1970.
         """
         if not self._is_writer:
             return
@@ -115,16 +116,11 @@ class RunLog:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Record an evaluation: `step` (steps taken before it, 0 for one before the first), `loss` (nats per
         token), and other numbers under names that tell their units."""
-        if not self._is_writer:
-            return
-        full = {"kind": "valid", **_read(record)}
-        self._write(full)
-        self.note(evaluation_line(self._progress.position(full["step"]), full["loss"]))
-        self._services.flush()
+        self.add_text("valid", record, evaluation_text(record["loss"]))
 
     def add_text(self, kind: str, record: Mapping[str, Any], text: str) -> None:
-        """Record text comparisons or a sample after `step` steps (kind `text_comparisons`, `sample`), and print
-        `text`."""
+        """Record an evaluation, text comparisons or a sample after `step` steps (kind `valid`, `text_comparisons`,
+        `sample`), and print `text`."""
         if not self._is_writer:
             return
         self._write({"kind": kind, **_read(record)})
@@ -216,6 +212,11 @@ class RunLog:
             raise
         if record["kind"] != "end":
             self._services.add(record)
+
+    def _lose(self, text: str) -> None:
+        """Say that a service is lost."""
+        self.event("output", self._last_seen, text)
+        self.note(text)
 
     def _end(self, outcome: str, seconds: Record) -> None:
         """Write the last record of this start and the final receipt."""

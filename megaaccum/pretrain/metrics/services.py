@@ -26,13 +26,14 @@ class Services:
     WANDB_RUN_ID).
     """
 
-    def __init__(self, config: Config, *, start_step: int):
-        """Open the services at `start_step` (0: a fresh run). Raises ConfigError if one refuses (not logged in, folder
-        not writable)."""
-        self._open: list[_Service] = []
+    def __init__(self, config: Config, *, start_step: int, lost: Callable[[str], None]):
+        """Open the services at `start_step` (0: a fresh run). lost: takes the text about a service that fails later and
+        is left out from then on. Raises ConfigError if one refuses (not logged in, folder not writable)."""
+        self._open: dict[str, _Service] = {}
+        self._lost = lost
         for name in configured_services(config):
             try:
-                self._open.append(_SERVICES[name][2](config, start_step))
+                self._open[name] = _SERVICES[name][2](config, start_step)
             except Exception as error:  # a service's own classes, known only where its package is installed
                 raise ConfigError(f"{name} could not be opened: {type(error).__name__}: {error}") from error
 
@@ -43,16 +44,23 @@ class Services:
             for name, value in record.items()
             if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
         }
-        for service in self._open:
-            service.write(record["step"], values)
+        self._each("write", record["step"], values)
 
     def flush(self) -> None:
-        for service in self._open:
-            service.flush()
+        self._each("flush")
 
     def close(self) -> None:
-        for service in self._open:
-            service.close()
+        self._each("close")
+
+    def _each(self, method: str, *args: object) -> None:
+        """Call a method of every service. The journal has every number, so an error of a service, which is on this rank
+        alone, does not end the run."""
+        for name, service in [*self._open.items()]:
+            try:
+                getattr(service, method)(*args)
+            except Exception as error:
+                del self._open[name]
+                self._lost(f"{name} is written no more: {type(error).__name__}: {error}")
 
 
 def configured_services(config: Config) -> list[str]:

@@ -13,8 +13,8 @@ class Speed:
 
     tokens_per_step: int
     """Tokens of the global batch, masked ones included."""
-    flops_per_step: float
-    """Model FLOPs of one step over all ranks (`flops.step_flops`)."""
+    flops_per_step: float | None
+    """Model FLOPs of one step over all ranks (`flops.step_flops`); None if unknown, and then the rates lack them."""
     world_size: int
     """Ranks of the run."""
     peak_flops: float | None
@@ -28,14 +28,13 @@ class Speed:
         return float(record.get("global_batch_size", self.sequences_per_step) / self.sequences_per_step)
 
     def rates(self, seconds_per_step: float, share: float = 1.0) -> dict[str, float]:
-        """`tokens_per_second` over all ranks, `tflops_per_second_per_rank`, and `mfu` between 0 and 1. share: of the
-        configured batch, processed in these seconds."""
+        """`tokens_per_second` over all ranks and, if known, `tflops_per_second_per_rank`, and `mfu` between 0 and 1.
+        share: of the configured batch, processed in these seconds."""
         assert seconds_per_step > 0, f"a step took {seconds_per_step} seconds"
-        flops_per_rank = share * self.flops_per_step / seconds_per_step / self.world_size
-        rates = {
-            "tokens_per_second": share * self.tokens_per_step / seconds_per_step,
-            "tflops_per_second_per_rank": flops_per_rank / 1e12,
-        }
-        if self.peak_flops is not None:
-            rates["mfu"] = flops_per_rank / self.peak_flops
+        rates = {"tokens_per_second": share * self.tokens_per_step / seconds_per_step}
+        if self.flops_per_step is not None:
+            flops_per_rank = share * self.flops_per_step / seconds_per_step / self.world_size
+            rates["tflops_per_second_per_rank"] = flops_per_rank / 1e12
+            if self.peak_flops is not None:
+                rates["mfu"] = flops_per_rank / self.peak_flops
         return rates

@@ -35,9 +35,8 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
 
 
 def _ramp(plan: Plan) -> str:
-    if plan.ramp.is_constant:
-        return ""
-    return f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
+    text = f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
+    return "" if plan.ramp.is_constant else text
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform import cpu
-from megaaccum.pretrain.data.dataset import Datasets, build_datasets
+from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import Batch
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
+from megaaccum.pretrain.metrics.receipts import launched
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
@@ -55,6 +57,7 @@ class TrainingRun:
     def __init__(self, plan: Plan, advisor: Advisor):
         """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
         world; raises on every rank."""
+        self._launched = launched()
         start_together(plan)
         plan, notes = raise_on_all_ranks(advisor.resolve, plan, _smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
@@ -89,7 +92,8 @@ class TrainingRun:
         """Context around the steps: opens the loader of training samples, and at the end waits for a checkpoint that is
         still being written. Records an error in the log."""
         try:
-            with self.saver, closing(training_loader(self.engine, self.data)) as self.loader:
+            samples = loader_of(self.engine, self.data.train, self.data, consumed_samples=self.engine.consumed_samples)
+            with self.saver, closing(samples) as self.loader:
                 yield self.loader
         except BaseException as error:
             self.log.failed(error)
@@ -102,7 +106,7 @@ class TrainingRun:
             self.log.note(verified)
         planned = advisor.expected_of(self.plan, self.data.vocabulary.size)
         self._ranks = Ranks(self.plan, self.engine.groups, self.engine.chunks, planned)
-        self._signals, self._started = StopSignals(), time.monotonic()
+        self._signals = StopSignals()
         self._texts = raise_on_all_ranks(Texts, self.engine, self.data, self.log)
         self._stopwatch = self.engine.observer.stopwatch
         self._stopwatch.enter("between")
@@ -131,18 +135,18 @@ class TrainingRun:
 
     def is_to_stop(self) -> bool:
         """Whether this rank asks to stop after the next step: a signal, exit_interval or exit_duration_in_mins."""
-        run, step = self.plan.config.run, self.engine.step + 1
-        minutes = (time.monotonic() - self._started) / 60
-        return (
-            self._signals.received
-            or bool(run.exit_interval and step % run.exit_interval == 0)
-            or (run.exit_duration_in_mins is not None and minutes > run.exit_duration_in_mins)
-        )
+        return self._signals.received or self._is_at_limit(self.engine.step + 1)
 
     def why_stopped(self) -> str:
-        """The outcome of a run that stopped before its last step."""
-        why = "a signal" if self._signals.received else "exit_interval or exit_duration_in_mins"
+        """The outcome of a run that stopped before its last step. Another rank may have had the signal."""
+        at_limit = self._is_at_limit(self.engine.step) and not self._signals.received
+        why = "exit_interval or exit_duration_in_mins" if at_limit else "a signal"
         return f"Stopped by {why} after step {self.engine.step}"
+
+    def _is_at_limit(self, step: int) -> bool:
+        run, minutes = self.plan.config.run, (time.time() - self._launched) / 60
+        is_due = bool(run.exit_interval and step % run.exit_interval == 0)
+        return is_due or minutes > (run.exit_duration_in_mins or math.inf)
 
     def report(self, result: StepResult, batch: BatchPlan) -> None:
         """Log a step on `batch`, and every few steps compare ranks with each other and the plan. Collective."""
@@ -189,12 +193,6 @@ def _smallest_device() -> float | None:
     free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
     torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
     return float(free)
-
-
-def training_loader(engine: Engine, data: Datasets) -> SharedLoader:
-    """This rank's micro-batches of the training samples after those that were consumed. Collective over its
-    model-parallel group."""
-    return loader_of(engine, data.train, data, consumed_samples=engine.consumed_samples)
 
 
 def watchdog_of(engine: Engine) -> Watchdog:

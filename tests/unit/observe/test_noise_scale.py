@@ -66,6 +66,18 @@ def test_what_cannot_be_estimated_is_not_reported() -> None:
     assert second["noise_scale_error_sequences"] > 0
 
 
+def test_steps_of_a_growing_batch_tell_one_noise_scale() -> None:
+    """A batch warm-up: the noise of a mean over 64 sequences is an eighth of that over 8."""
+    signal, noise, meter, told = 2.0, 48.0, NoiseScale([], window=4), []
+    for batch in (8, 16, 32, 64):
+        # The expectation of |mean|^2 and of the sum of squares, over micro-batches of one sequence each.
+        mean_square, squares = signal + noise / batch, (signal + noise) / batch
+        told.append(
+            meter.report([squares, float(batch)], norm=mean_square**0.5, weight=float(batch), factor=1.0, batch=batch)
+        )
+    assert [each["noise_scale_sequences"] for each in told] == pytest.approx([noise / signal] * 4)
+
+
 @pytest.mark.parametrize(
     ("keys", "told"),
     [

@@ -20,12 +20,17 @@ BATCH = 32
 
 
 def configured(
-    *, train_iters: int = 100, global_batch_size: int = BATCH, override: tuple[str, ...] = (), **optimizer
+    *,
+    train_iters: int = 100,
+    global_batch_size: int = BATCH,
+    override: tuple[str, ...] = (),
+    of_checkpoint: bool = False,
+    **optimizer,
 ) -> Config:
     return Config(
         optimizer=OptimizerConfig(**(dict(lr=1e-3, min_lr=1e-4, weight_decay=0.1) | optimizer)),
         batch=BatchConfig(global_batch_size=global_batch_size),
-        run=RunConfig(train_iters=train_iters, override=[*override]),
+        run=RunConfig(train_iters=train_iters, override=[*override], use_checkpoint_opt_param_scheduler=of_checkpoint),
     )
 
 
@@ -315,6 +320,24 @@ def test_the_configurations_schedule_holds_when_asked_for():
     assert longer.differences(saved.state_dict())
     longer.load_state_dict(saved.state_dict())
     assert longer.lr > saved.lr
+
+
+@pytest.mark.parametrize(
+    ("own", "change", "text"),
+    [
+        (dict(lr_mult=["embedding.*=0.1"]), dict(lr=2e-3), "set lr to 0.001"),
+        (dict(decoupled_lr=5e-3), dict(min_lr=2e-4), "set min_lr to 0.0001"),
+        (dict(optimizer="muon", muon_scalar_lr=5e-3), dict(lr=2e-3), "set lr to 0.001"),
+        (dict(optimizer="muon", muon_scalar_weight_decay=0.2), dict(weight_decay=0.3), "set start_weight_decay to 0.1"),
+    ],
+)
+def test_the_checkpoints_schedule_moves_no_group_that_was_made_by_the_configurations(own, change, text):
+    """Such a group has its rates before the checkpoint's are known: it would stay at the configuration's."""
+    saved = build([{}], configured(**own)).state_dict()
+    with pytest.raises(CheckpointError, match=text):
+        build([{}], configured(**own, **change, of_checkpoint=True)).load_state_dict(saved)
+    build([{}], configured(**own, train_iters=200, of_checkpoint=True)).load_state_dict(saved)
+    build([{}], configured(**change, of_checkpoint=True)).load_state_dict(saved)
 
 
 def test_a_difference_says_which_batches_it_counts():

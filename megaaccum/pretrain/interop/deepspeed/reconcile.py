@@ -192,10 +192,8 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     block = _mapping(reconciler, name, value)
     for inner, item in block.items():
         reconciler.sort(f"{name}.{inner}", item, keys.ZERO_REFUSED, keys.ZERO_DROPPED, keys.ZERO)
-    if block.get("stage") == 0:
-        reconciler.same(f"{name}.stage (0 there, and 1 is the least here: the step is the same)", 1, "zero_stage")
-    else:
-        reconciler.same(f"{name}.stage", block.get("stage"), "zero_stage")
+    stage, why = block.get("stage"), " (0 there, and 1 is the least here: the step is the same)"
+    reconciler.same(f"{name}.stage{why if stage == 0 else ''}", 1 if stage == 0 else stage, "zero_stage")
     reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
     _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
     if block.get("reduce_scatter") is False:
@@ -344,6 +342,8 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         _scheduler_param(reconciler, name, value, _BY_DEFAULT)
     for name, value in params.items():
         _scheduler_param(reconciler, name, value)
+    if style == "linear":  # which decays to the rate at which the warm-up began
+        reconciler.same("scheduler.params.warmup_min_lr", params.get("warmup_min_lr"), "min_lr")
 
 
 _LINEAR = (

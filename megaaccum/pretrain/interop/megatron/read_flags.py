@@ -86,6 +86,7 @@ def _put_defaults(given: ParsedFlags, reading: Reading) -> None:
     """Set Megatron's defaults where megaaccum's differ."""
     args, values = given.args, reading.values
     theirs: dict[str, object] = {"loss_norm": "microbatch", "log_interval": args.log_interval, "nonfinite": "skip"}
+    theirs["keep_last"] = int(args.save_retain_interval is not None)  # beside those that are retained
     if not precision.KEYS & values.keys() and reading.deepspeed is None:
         theirs["params_dtype"] = "fp32"
     if values.get("optimizer") == "muon":

@@ -66,7 +66,12 @@ BROKEN: list[Case] = [
         | dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", nonfinite="drop_microbatch"),
         ["moe_router_enable_expert_bias true", "nonfinite to skip"],
     ),
-    ("one_beginning", 1, dict(init_from="model", finetune=True), ["init_from model and finetune"]),
+    ("one_beginning", 1, dict(init_from="model", finetune=True), ["init_from and finetune say"]),
+    ("one_beginning", 1, dict(no_load=True, reset_iteration=True), ["no_load and reset_iteration say"]),
+    (
+        "one_beginning", 1, dict(use_checkpoint_opt_param_scheduler=True, override_opt_param_scheduler=True),
+        ["use_checkpoint_opt_param_scheduler and override_opt_param_scheduler say"],
+    ),
     ("static_graph", 1, dict(static_graph=True, rampup_batch_size=[4, 4, 64]), ["static_graph", "rampup_batch_size"]),
     (
         "static_graph", 1,

@@ -311,6 +311,26 @@ def test_a_linear_decay_begins_where_deepspeeds_does() -> None:
     assert plan(2, deepspeed={**adam(lr=1.5e-4), **scheduler("WarmupLR")}, lr=None).config.optimizer.lr == 1.5e-4
 
 
+def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None:
+    import torch
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    from megaaccum.optim import lr_schedule
+
+    block = scheduler("WarmupDecayLR", total_num_steps=50, warmup_min_lr=2e-4, warmup_max_lr=1e-3)
+    settled = plan(2, deepspeed=block, lr=None, train_iters=60)
+    assert "min_lr 0.0002 is taken from deepspeed.scheduler.params.warmup_min_lr." in settled.notes
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
+    theirs = WarmupDecayLR(optimizers[0], **block["scheduler"]["params"])
+    ours = lr_schedule.build(optimizers[1], settled.config, settled.ramp)
+    for _ in range(60):
+        theirs.step()
+        assert optimizers[1].param_groups[0]["lr"] == pytest.approx(optimizers[0].param_groups[0]["lr"], rel=1e-12)
+        ours.step(settled.batch.global_batch_size)
+    (text,) = problems(block, lr=1e-3, min_lr=1e-4)
+    assert "scheduler.params.warmup_min_lr is 0.0002 and min_lr is 0.0001: make them equal" in text
+
+
 DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
 
 

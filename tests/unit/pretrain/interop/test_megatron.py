@@ -274,6 +274,13 @@ def test_kernels_are_keys():
     assert not model.gradient_accumulation_fusion  # Megatron's default needs the buffers of Megatron's DDP
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept"), [("", 0), ("--save-retain-interval 100", 1), ("--save-retain-interval 100 --keep_last 3", 3)]
+)
+def test_megatron_keeps_every_checkpoint_unless_it_is_told_which(flags, kept):
+    assert whole(f"--save ck --save-interval 50 {flags}").config.run.keep_last == kept
+
+
 def test_the_loss_is_megatrons_unless_tokens_are_asked_for():
     assert whole("").batch.loss_norm == "microbatch"
     assert whole("--calculate-per-token-loss").batch.loss_norm == "token"

@@ -9,7 +9,7 @@ import pytest
 
 from megaaccum.config.schema import Config, ModelConfig, ParallelConfig
 from megaaccum.model.sizes import padded_vocab_size
-from megaaccum.pretrain.metrics.flops import PEAKS, peak_flops, step_flops
+from megaaccum.pretrain.metrics.flops import PEAKS, is_counted, peak_flops, step_flops
 
 VOCAB = 1000
 
@@ -41,6 +41,10 @@ def megatron_flops(config: Config, batch: Batch) -> float:
     args.seq_length = batch.seq_length
     args.moe_latent_size = args.experimental_attention_variant = args.hybrid_layer_pattern = None
     args.attention_output_gate = args.is_hybrid_model = False
+    args.mamba_state_dim, args.mamba_head_dim, args.mamba_num_groups, args.mamba_num_heads = 128, 64, 8, None
+    for part in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim"):
+        setattr(args, f"linear_{part}", None)
+    vars(args).update(config.megatron)
     return training.num_floating_point_operations(args, batch.global_batch_size)
 
 
@@ -66,6 +70,23 @@ MODELS = {
 def test_equals_megatrons_count(keys):
     config, batch = resolved(**keys), Batch()
     assert step_flops(config, batch, vocab_size=VOCAB) == pytest.approx(megatron_flops(config, batch), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys"),
+    [
+        ({"attention_output_gate": True}, {}),
+        ({"moe_latent_size": 128}, dict(num_experts=8, moe_ffn_hidden_size=512)),
+        ({"hybrid_layer_pattern": "M-M*M-", "is_hybrid_model": True}, {}),
+    ],
+    ids=str,
+)
+def test_a_model_with_other_layers_has_no_count(fields, keys):
+    config = resolved(**keys)
+    assert is_counted(config)
+    config.megatron = fields
+    assert not is_counted(config)
+    assert step_flops(config, Batch(), vocab_size=VOCAB) != pytest.approx(megatron_flops(config, Batch()), rel=0.03)
 
 
 def test_equals_the_papers_closed_form():

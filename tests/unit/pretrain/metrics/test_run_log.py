@@ -368,6 +368,15 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+def test_a_model_whose_flops_are_unknown_has_no_rate_of_them(tmp_path, capsys):
+    log = RunLog(planned(tmp_path), is_writer=True, flops_per_step=None, peak_flops=1e13, clock=Clock(), now=Clock())
+    log.step(step(1))
+    (line,) = lines(tmp_path)
+    assert not {"tflops_per_second_per_rank", "mfu"} & line.keys()
+    said = capsys.readouterr().out
+    assert "2,048 tokens/s" in said and "FLOP/s" not in said and "MFU" not in said
+
+
 def test_a_step_of_a_smaller_batch_has_the_rates_of_its_own_tokens(tmp_path, capsys):
     log = opened(tmp_path, log_interval=1)
     log.step(step(1, seconds_per_step=2.0, global_batch_size=8))  # a quarter of the batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import sys
 import types
@@ -109,6 +110,26 @@ def test_a_service_that_refuses_is_a_config_error(tmp_path, inits, monkeypatch):
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     with pytest.raises(ConfigError, match="wandb could not be opened: RuntimeError: no API key configured"):
         opened(tmp_path, wandb_project="mine")
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+def test_a_service_that_fails_later_ends_no_run(tmp_path, inits, monkeypatch, capsys, method):
+    """An error on the writing rank alone would end it while the others wait for it in the next step."""
+
+    def fail(*_args, **_keys):
+        raise RuntimeError("no connection")
+
+    monkeypatch.setattr(FakeRun, method, fail)
+    log = opened(tmp_path, wandb_project="mine", csv_dir=str(tmp_path / "csv"))
+    for number in range(1, 4):
+        log.step(step(number))
+    log.close()
+    told = "wandb is written no more: RuntimeError: no connection"
+    assert capsys.readouterr().out.count(told) == 1
+    assert len((tmp_path / "csv" / "train_loss.csv").read_text().split()) == 4
+    receipt = json.loads((tmp_path / "receipts" / "start_1.json").read_text())
+    assert [event["text"] for event in receipt["events"] if event["kind"] == "output"] == [told]
+    assert receipt["outcome"]["text"] == "Done"
 
 
 def test_a_fresh_start_moves_earlier_csv_files_aside(tmp_path):
