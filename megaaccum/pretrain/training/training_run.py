@@ -57,7 +57,7 @@ class TrainingRun:
     def __init__(self, plan: Plan, advisor: Advisor):
         """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
         world; raises on every rank."""
-        self._launched = launched()
+        self._launched = launched() - time.time() + time.monotonic()  # a clock that jumps later ends no run
         start_together(plan)
         plan, notes = raise_on_all_ranks(advisor.resolve, plan, _smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
@@ -144,7 +144,7 @@ class TrainingRun:
         return f"Stopped by {why} after step {self.engine.step}"
 
     def _is_at_limit(self, step: int) -> bool:
-        run, minutes = self.plan.config.run, (time.time() - self._launched) / 60
+        run, minutes = self.plan.config.run, (time.monotonic() - self._launched) / 60
         is_due = bool(run.exit_interval and step % run.exit_interval == 0)
         return is_due or minutes > (run.exit_duration_in_mins or math.inf)
 
