@@ -272,8 +272,8 @@ class Cut:
             with wgrad.tokens_from(number), drawn:
                 return run(number, *parts)
 
-        if self.count == 1:
-            return of_block(0, *inputs, *whole)
+        if self.count == 1:  # views, as what an RMS norm's several functions give an input is summed first below, too
+            return of_block(0, *(each.view_as(each) for each in inputs), *whole)
         if not torch.is_grad_enabled():
             parts = zip(*(self.split(each, dim) for each in inputs), strict=True)
             return self.joined([of_block(number, *each, *whole) for number, each in enumerate(parts)])

@@ -68,14 +68,16 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that sharding treats as units: a Megatron decoder's, else the members of the outermost ModuleLists."""
+    """The layers that sharding treats as units: a Megatron decoder's, else the members of the outermost ModuleLists.
+    Of a member that is a list or dict of modules, and so has no forward, its own members."""
     decoder: Any = getattr(chunk, "decoder", None)
     if isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
         return list(decoder.layers)
-    return [layer for layers in _outermost_lists(chunk) for layer in layers]
+    return _layers_in(chunk, False)
 
 
-def _outermost_lists(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    if isinstance(module, torch.nn.ModuleList):
+def _layers_in(module: torch.nn.Module, listed: bool) -> list[torch.nn.Module]:
+    if listed and not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
         return [module]
-    return [found for child in module.children() for found in _outermost_lists(child)]
+    listed = listed or isinstance(module, torch.nn.ModuleList)
+    return [found for child in module.children() for found in _layers_in(child, listed)]

@@ -25,17 +25,18 @@ from megaaccum.upstream import pytorch
 class SampleSeeds:
     """Seeds the forwards of a flush by sample, where `rng` is `sample`; does nothing where it is `megatron`.
 
-    A forward is seeded where it begins, and again at its embedding and at each layer, where these may draw, so that
-    what a layer draws does not depend on which layers its stage holds; not at all where nothing in it may draw, nor its
-    forward step function (`may_be_needed`). Streams are those of Megatron's tracker: the
-    default and `data-parallel-rng` are the same on the ranks of a tp group, the others differ between them; on ranks of
-    a cp group, which hold parts of one sample, all differ.
+    A forward is seeded where it begins, and again at its embedding and at each layer, so that what a layer draws does
+    not depend on which layers its stage holds; not at all where nothing in it may draw, nor its forward step function
+    (`may_be_needed`). Streams are those of Megatron's tracker: the default and `data-parallel-rng` are the same on the
+    ranks of a tp group, the others differ between them; on ranks of a cp group, which hold parts of one sample, all
+    differ.
     """
 
     def __init__(self, plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]):
         self._seed, self._plan, self._groups = plan.config.run.seed, plan, groups
         self._is_on = plan.config.run.rng == "sample"
-        self._chunks_draw = any(_may_draw(chunk, chunk.config) for chunk in chunks)
+        drawing = [chunk for chunk in chunks if _may_draw(chunk, chunk.config)]
+        self._chunks_draw = bool(drawing)
         # In blocks, each draws what a rank with that block would (executor/blocks.py).
         in_blocks = (plan.config.sharding.reproducible_context_blocks or 1) > 1
         self._cp_rank, self._tp_rank = 0 if in_blocks else groups.collection.cp.rank(), groups.tp.rank()
@@ -45,12 +46,11 @@ class SampleSeeds:
         self._forward = self._backward = 0
         """Numbers in the step, on this rank, of the micro-batches whose forward and backward began last."""
         self._sample_index: Callable[[int], int] = self._planned_index
-        for chunk in chunks if self._is_on else ():
+        for chunk in drawing if self._is_on else ():
             # Under sequence parallelism Megatron runs a stage's layers inside the state that differs over tp, and
             # recomputes them outside.
-            config: Any = chunk.config
-            stream = "model-parallel-rng" if getattr(config, "sequence_parallel", False) else "default"
-            for name, module in seeded_modules(chunk, config):
+            stream = "model-parallel-rng" if getattr(chunk.config, "sequence_parallel", False) else "default"
+            for name, module in seeded_modules(chunk):
                 module.register_forward_pre_hook(lambda *_, at=(name, stream): self.seed_at(*at))
 
     def may_be_needed(self, forward_step_func: object) -> bool:
@@ -103,19 +103,19 @@ class SampleSeeds:
         rng.seed_streams(key, stream, self._streams, tp_rank=self._tp_rank)
 
 
-def seeded_modules(chunk: Any, config: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+def seeded_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name in the whole model, module) of what a stage may begin with and what may draw: the embedding, the attention
     of each transformer layer (a layer draws nothing before it, and Megatron's schedule plans call no layer as a whole),
-    and every layer of another kind. A model without a pipeline has the names that its chunks have in one."""
+    and every layer of another kind, as its caller may draw after it. A model without a pipeline has the names that its
+    chunks have in one."""
     chunk = chunk.module if isinstance(chunk, TorchChunk) else chunk
     predicting = chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else []
     layers = {id(layer) for layer in (*layers_of(chunk), *(layer.mtp_model_layer for layer in predicting))}
     for name, module in chunk.named_modules():
-        if name in ("embedding", "mtp.embedding") and _may_draw(module, config):
+        if name in ("embedding", "mtp.embedding"):
             yield "embedding", module
-        elif id(module) in layers and _may_draw(module, config):
-            inner = getattr(module, "self_attention", module)
-            yield over_stages(chunk, f"{name}.forward"), inner
+        elif id(module) in layers:
+            yield over_stages(chunk, f"{name}.forward"), getattr(module, "self_attention", module)
 
 
 _DRAW_NOTHING = (

@@ -27,9 +27,9 @@ TWELVE = "--global_batch_size 12 "
 BF16 = "--bf16 "
 HALF = "--grad_reduce_dtype bf16 "
 EXPERTS = "--num_experts 4 --moe_aux_loss_coeff 0.01 --moe_z_loss_coeff 0.001 --add_bias_linear false "
-RMS = BF16 + "--normalization RMSNorm "
-MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope "
-MTP += "--normalization RMSNorm "
+NORM = "--normalization RMSNorm "
+RMS = BF16 + NORM
+MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope " + NORM
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
 CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
@@ -66,6 +66,7 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + EIGHT),
     row(4, "--pp_microbatches 4 --zero_stage 1 " + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 8 --recompute_granularity full " + TP2 + CP2, CUT + BF16 + EIGHT),
+    row(4, "--pp_microbatches 4 --backend fsdp2 " + CP2, CUT + NORM + EIGHT),
     row(4, "--pp_microbatches 4 " + TP2 + EP2, CUT + EXPERTS + EIGHT),
     row(4, "--pp_microbatches 4 --zero_stage 2 " + CP2 + EP4, CUT + EXPERTS + BF16 + EIGHT),
 ]
@@ -378,7 +379,7 @@ def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
     check(
         [
             Case(4, "--pp_microbatches 4 " + TP2 + CP2 + SAME, model),
-            Case(4, "--pp_microbatches 4 " + SAME, model + RMS.removeprefix(BF16) + "--swiglu --ffn_hidden_size 64 "),
+            Case(4, "--pp_microbatches 4 " + SAME, model + NORM + "--swiglu --ffn_hidden_size 64 "),
             Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME, model + untied),
             Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 2 " + EXPERTS),
             Case(4, "--pp_microbatches 4 " + TP2 + EP2 + SAME, model + EXPERTS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -576,3 +577,40 @@ def test_no_rank_waits_for_one_whose_microbatches_run_less(sharding: dict[str, A
     for found in run_ranks(of_odd_microbatches, 2, sharding, kind, odd, timeout=30):
         for norm, expected in found:
             assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def with_dicts_of_layers(sharding: dict[str, Any]) -> Weights:
+    """Gradients of layers that are dicts of modules, which have no forward, with a dropout after each."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            kinds = {"norm": torch.nn.LayerNorm, "linear": partial(torch.nn.Linear, WIDTH)}
+            self.layers = torch.nn.ModuleList(
+                torch.nn.ModuleDict({name: kind(WIDTH) for name, kind in kinds.items()}) for _ in range(3)
+            )
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = x + torch.nn.functional.dropout(layer["linear"](layer["norm"](x)), 0.5, self.training)
+            return x
+
+    engine = engine_on(plan_of(sharding=sharding), Model())
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    ranks = torch.distributed
+    engine.train_step(data()[ranks.get_rank() :: ranks.get_world_size()])
+    return {name: before[name] - tensor for name, tensor in engine.whole_weights()}
+
+
+@pytest.mark.parametrize(
+    "sharding", [dict(backend="fsdp2"), dict(zero_stage=3), dict(zero_stage=3, sync="streaming")], ids=str
+)
+def test_layers_that_are_dicts_of_modules(sharding: dict[str, Any]):
+    """Backends shard the modules inside, and change no dropout by what they put in a module's place."""
+    (whole,) = run_ranks(with_dicts_of_layers, 1, dict(backend="ddp"), timeout=60)
+    for found in run_ranks(with_dicts_of_layers, 2, sharding, timeout=60):
+        assert found.keys() == whole.keys()
+        for name, grad in found.items():
+            assert (grad - whole[name]).norm() <= 1e-5 * whole[name].norm(), name

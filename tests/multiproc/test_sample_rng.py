@@ -77,7 +77,7 @@ def by_chunk() -> Iterator[None]:
     """A chunk's layers draw on from where its first one began."""
     from megaaccum.step import seeds
 
-    with patch.object(seeds, "seeded_modules", lambda chunk, config: ()):
+    with patch.object(seeds, "seeded_modules", lambda chunk: ()):
         yield
 
 
@@ -227,9 +227,9 @@ EXPERTS = SILENT + "--num_experts 4 --disable-bias-linear --moe_input_jitter_eps
 
 
 @pytest.mark.parametrize("layout", [PP + "--pp_microbatches 4 ", PP + "--schedule zb-h1 --pp_microbatches 4 " + FULL])
-def test_only_layers_that_may_draw_are_seeded(layout):
-    """4 forwards of each stage: seeded where they begin, and again at layers with dropout or experts; not at all where
-    neither a layer nor the forward step function may draw."""
+def test_only_stages_that_may_draw_are_seeded(layout):
+    """4 forwards of each stage: seeded where they begin, and again at each layer, if one has dropout or experts; not at
+    all where neither a layer nor the forward step function may draw."""
     silent = fp64(layout, FOUR + SILENT)
     cells = [(silent, False), (silent, True), (fp64(layout), False), (fp64(layout, FOUR + EXPERTS), False)]
     for nothing, of_a_user, *others in run_ranks(draws_of_each, 4, cells):

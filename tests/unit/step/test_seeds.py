@@ -104,6 +104,29 @@ def test_a_plain_module_draws_what_its_pipeline_draws():
         assert len(found) == len(whole) == 4 and all(map(torch.equal, found, whole))
 
 
+class _DrawsBetween(torch.nn.Module):
+    """A model that itself draws after each of its layers, of which a backend has replaced the forwards of some."""
+
+    def __init__(self, *replaced: int):
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+        for number in replaced:
+            vars(self.layers[number])["forward"] = self.layers[number].forward
+
+    def forward(self) -> list[float]:
+        return [float(torch.rand(())) for layer in self.layers if layer(torch.ones(1)) is not None]
+
+
+def test_draws_between_layers_are_those_of_the_layer_before_under_every_backend():
+    found = []
+    for chunk in (_DrawsBetween(), _DrawsBetween(1), TorchChunk(_DrawsBetween(0, 2))):
+        with (of := seeds(chunks=[chunk])).flush(1):
+            of.begin_forward(0, 2)
+            found.append(chunk())
+    assert found[0] == found[1] == found[2] and len({*found[0]}) == 3
+
+
 def test_a_seed_is_torchs():
     rng.seed_generators(5)
     here = torch.rand(3)
