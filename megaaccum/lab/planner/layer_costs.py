@@ -92,9 +92,7 @@ def of_one_layer_each(config: Config) -> Plan:
         layout.tensor_model_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
     )
     small = copy.deepcopy(config)
-    set_aside(small, names_where(lambda facts: facts.planned))
-    for name in _SHARING:
-        setattr(small.parallel, name, getattr(layout, name))
+    set_aside(small, set(names_where(lambda facts: facts.planned)) - _SHARING)
     small.batch.micro_batch_size, small.batch.pp_microbatches = config.batch.micro_batch_size or 1, 1
     small.model.recompute_granularity = "selective" if model.recompute_granularity == "selective" else None
     kinds = [kind for kind in (DENSE, EXPERTS) if kind in pattern_of(config)]
@@ -119,10 +117,10 @@ def sharing_ranks(tp: int, cp: int, ep: int) -> int:
     return ranks
 
 
-_SHARING = (
-    "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "sequence_parallel",
-)  # fmt: skip
+_SHARING = frozenset(
+    "tensor_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
+    " sequence_parallel".split()
+)
 """Keys of the ranks that share a layer."""
 
 
