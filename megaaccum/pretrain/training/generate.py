@@ -32,8 +32,7 @@ _LAYOUT = frozenset(
 """Keys of a run's layout that generation keeps; the others are about training."""
 _OF_TRAINING = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules gradient_checkpointing"
-    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy mtp_num_layers"
-    " mtp_loss_scaling_factor gradient_accumulation_fusion".split()
+    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy gradient_accumulation_fusion".split()
 )
 """Keys of a run's model that only training heeds. Capacity is left out, as padding would take places of tokens."""
 

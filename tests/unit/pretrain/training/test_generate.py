@@ -45,3 +45,20 @@ def test_keys_that_only_training_heeds_are_left_out() -> None:
     vars(wanted).update(prompt_ids=[[1]], _receipt=receipt, _run_config=plan().config)
     found = resolve(wanted.config, world_size=1).config.model
     assert (found.num_experts, found.moe_expert_capacity_factor, found.gradient_accumulation_fusion) == (4, None, False)
+
+
+def test_prediction_layers_stay_as_the_checkpoint_has_them() -> None:
+    from megaaccum.pretrain.training.generate import Generation
+
+    model = {name: SMALL[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
+    model |= dict(mtp_num_layers=1, position_embedding_type="rope")
+    parallel = dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttmL")
+    configuration = {
+        name: {key: {"value": value, "from": "run.yaml"} for key, value in section.items()}
+        for name, section in dict(model=model | {"num_layers": 4}, parallel=parallel).items()
+    }
+    wanted = Generation(Path("run"), ["a"], 1)
+    configuration["sharding"] = {"params_dtype": {"value": "fp32", "from": "run.yaml"}}
+    receipt = {"data": {"vocab_size": 64}, "configuration": configuration, "megatron": {}}
+    vars(wanted).update(prompt_ids=[[1]], _receipt=receipt, _run_config=plan().config)
+    assert resolve(wanted.config, world_size=2).config.model.mtp_num_layers == 1
