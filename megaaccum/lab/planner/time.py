@@ -358,7 +358,9 @@ class TimeModel:
 
     def _optimizer_seconds(self, at: Layouts, kinds: list[list[Stage]]) -> Any:
         params, experts = self._most_parameters(at, kinds)
-        mine = np.where(at.zero_stage > 0, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        mine = np.where(
+            (at.zero_stage > 0) & self.software.sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts
+        )
         if self.software.offloaded:
             crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
             return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)

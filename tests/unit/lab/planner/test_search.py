@@ -97,6 +97,13 @@ def test_every_backend_is_planned(backend: str) -> None:
     assert ("streaming" in {found.name_of(index)["sync"] for index in range(len(found))}) == (backend == "fsdp2")
 
 
+def test_experts_may_be_cut_over_fewer_ranks_than_tp() -> None:
+    work = workload(16, **EXPERTS)
+    found = search(work, Limits(fixed=dict(tp=4, etp=2, pp=1, cp=1)), rank="time")
+    assert {found.name_of(index)["etp"] for index in range(len(found))} == {2}
+    assert layout_config.checked(work, found.name_of(0)).layout.etp == 2
+
+
 def test_replicas_hold_what_check_says_and_divide_their_ranks() -> None:
     """fsdp2 shards over the ranks of one replica; layouts whose ranks have no such replicas are no rows."""
     small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, backend="fsdp2", data_parallel_replicas=2)
