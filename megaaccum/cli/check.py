@@ -311,12 +311,14 @@ def _sharding(plan: Plan) -> _Section:
     sharding, at = plan.config.sharding, plan.layout
     held = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
     where = {"none": "on the device", "cpu": "in host memory"}
+    ranks = f"dp {at.dp}" + f" * cp {at.cp}" * (at.cp > 1)
+    replicas = f" in {sharding.data_parallel_replicas} replicas" * (sharding.data_parallel_replicas > 1)
     who = {
-        "deepspeed": f"DeepSpeed ZeRO-{sharding.zero_stage} over dp {at.dp}: {held[sharding.zero_stage]};"
+        "deepspeed": f"DeepSpeed ZeRO-{sharding.zero_stage} over {ranks}: {held[sharding.zero_stage]};"
         f" optimizer {where[sharding.offload_optimizer]}",
-        "fsdp2": f"torch fully_shard over dp {at.dp}: parameters, gradients and optimizer state",
-        "megatron": f"Megatron's DistributedDataParallel over dp {at.dp}: optimizer state",
-        "ddp": f"torch DistributedDataParallel over dp {at.dp}: nothing is sharded",
+        "fsdp2": f"torch fully_shard over {ranks}{replicas}: parameters, gradients and optimizer state",
+        "megatron": f"Megatron's DistributedDataParallel over {ranks}: optimizer state",
+        "ddp": f"torch DistributedDataParallel over {ranks}: nothing is sharded",
     }
     when = {
         "resident": "parameters are gathered once per step, gradients are reduced once per step",

@@ -116,7 +116,7 @@ def _case(config: configuration.Config, recorded: int | None, args: argparse.Nam
     launched = num_ranks()
     world_size = args.world_size or recorded or (launched if launched > 1 else _world_size(config))
     plan = configuration.resolve(config, world_size=world_size)
-    if auto_schedule.is_open(plan):
+    if auto_schedule.is_open(plan) or (config.sharding.memory_gib and config.model.vocab_size):
         plan = auto_schedule.choose_schedule(plan)
         assert plan.written is not None
         config = plan.written

@@ -66,3 +66,22 @@ def test_every_rank_continues_as_one_process_does(
     assert alone[GREEDY] != alone[DRAWN] and all(text for each in alone.values() for _, text in each)
     for draw in (GREEDY, DRAWN) if name == "tp" else (DRAWN,):
         assert run_ranks(texts, ranks, folder, words, ranks, draw, init=False) == [alone[draw]] * ranks
+
+
+def drawn(words: str, world_size: int) -> list[int]:
+    """The tokens that a model of the words' layout draws; its weights depend on the seed and their names alone."""
+    from megaaccum.pretrain.training.sampling import Draw, sample
+    from megaaccum.pretrain.weights import inference
+
+    keys = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, position_embedding_type="rope")
+    given = f"--init_method_std 0.3 --global_batch_size 4 --make_vocab_size_divisible_by 1 {words}".split()
+    engine = inference.engine_of(inference.config_of(keys, "test", given), world_size=world_size, vocab_size=64)
+    return sample(engine, [1, 2, 3], vocab_size=64, num_tokens=8, draw=Draw(0.0))
+
+
+def test_prediction_layers_change_no_text() -> None:
+    """They stay in the model, whose checkpoint has them, and the text is the main head's."""
+    plain = run_ranks(drawn, 1, "", 1, init=False)
+    assert len(set(plain[0])) > 1
+    assert run_ranks(drawn, 1, "--mtp_num_layers 1", 1, init=False) == plain
+    assert run_ranks(drawn, 2, f"{PP} --mtp_num_layers 1", 2, init=False) == plain * 2

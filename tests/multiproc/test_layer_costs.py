@@ -200,3 +200,25 @@ def test_schedule_and_plan_take_the_profile(measured, capsys) -> None:
     plan = "plan configs/tiny_cpu.yaml --gpus 4 --fix pp=2,dp=2 --search --profile"
     assert main([*plan.split(), f"{measured['folder']}/four.json"]) == 0
     assert "searched" in capsys.readouterr().out
+
+
+def sizes_of_groups(case: Case) -> tuple[int, int, int]:
+    """(ranks, data-parallel ranks, expert ranks) of the groups in which a layer is measured, and a chunk of one's
+    own."""
+    from megatron.core import parallel_state
+
+    from megaaccum.lab.planner import chunk_costs, layer_costs
+
+    plan = case.plan()
+    at = layer_costs.of_one_layer_each(plan.config).layout
+    with chunk_costs._groups_of(plan, at.world_size):
+        dp, ep = parallel_state.get_data_parallel_world_size(), parallel_state.get_expert_model_parallel_world_size()
+    assert dp == at.dp
+    return at.world_size, dp, ep
+
+
+def test_experts_cut_over_tp_are_measured_on_the_ranks_that_share_them() -> None:
+    """ep 2 * etp 2 are four ranks, where tp 2 * cp 1 and ep 2 are two each."""
+    words = "--tensor_model_parallel_size 2 --sequence_parallel --expert_model_parallel_size 2"
+    found = run_ranks(sizes_of_groups, 4, Case(4, words, f"{EXPERTS} --expert_tensor_parallel_size 2"))
+    assert found == [(4, 2, 2)] * 4

@@ -29,13 +29,15 @@ LLAMA = (
 )
 FUSED = "--attention_backend fused"
 FULL, SELECTIVE = "--recompute_granularity full", "--recompute_granularity selective"
+BLOCK = f"{FULL} --recompute_method block --recompute_num_layers"
 PP2, TP2 = "--pipeline_model_parallel_size 2", "--tensor_model_parallel_size 2"
 VPP2, SP = "--virtual_pipeline_model_parallel_size 2", "--sequence_parallel"
 ONE = [Case(1, f"--num_chunks 2 {keys}") for keys in (
     "", LLAMA, FULL, SELECTIVE, f"{LLAMA} {FULL}", "--micro_batch_size 2 --zero_stage 1", "--zero_stage 2 --ga 2",
     "--attention_dropout 0.1 --hidden_dropout 0.1", f"--position_embedding_type rope {SELECTIVE}",
     "--normalization RMSNorm --position_embedding_type none", FUSED, f"{FUSED} {LLAMA}",
-    f"{FUSED} --position_embedding_type rope --micro_batch_size 2",
+    f"{FUSED} --position_embedding_type rope --micro_batch_size 2", f"{LLAMA} {BLOCK} 1", f"{BLOCK} 3",
+    f"{LLAMA} {FULL} --recompute_num_layers 2", f"{FULL} --recompute_num_layers 4",
 )] + [Case(1, "--num_chunks 2", lane="bf16")]  # fmt: skip
 TWO = [Case(2, keys) for keys in (
     f"{PP2} --num_chunks 4", f"{PP2} --num_chunks 6 {LLAMA}", f"{PP2} --num_chunks 4 {FULL}",
@@ -43,6 +45,8 @@ TWO = [Case(2, keys) for keys in (
     f"{PP2} {VPP2} --num_chunks 6 {FULL}", f"{PP2} --virtual_pipeline_model_parallel_size 4 --num_chunks 4 {LLAMA}",
     f"{TP2} --num_chunks 2", f"{TP2} {SP} --num_chunks 2", f"{TP2} {SP} --num_chunks 2 {LLAMA} {FULL}",
     f"{TP2} {SP} --num_chunks 2 {SELECTIVE}", "--num_chunks 2 --zero_stage 3", "--num_chunks 2 --zero_stage 1",
+    f"{PP2} {VPP2} --num_chunks 8 --microbatch_group_size_per_vp_stage 6 {LLAMA}", f"{PP2} --num_chunks 4 {BLOCK} 1",
+    f"{PP2} {VPP2} --num_chunks 4 --microbatch_group_size_per_vp_stage 4 {BLOCK} 1",
     f"{PP2} --num_chunks 2 --ga 2 --flush merged", f"{TP2} {SP} --num_chunks 2 {FUSED} {LLAMA} --num_query_groups 1",
 )]  # fmt: skip
 PP4 = "--pipeline_model_parallel_size 4 --num_chunks 8"
@@ -79,6 +83,7 @@ def compare(plan: Plan, real: Counted, name: str) -> None:
         vocab_size=VOCAB,
         kernels=replace(kernels, logit_bytes=4.0),
         fixed_stages=tuple(stages),
+        group_size=plan.config.parallel.microbatch_group_size_per_vp_stage,
     )
     kinds = model.on_rank(at, real.pp_rank)
     kept = float(kinds["activations"][0] + kinds["loss"][0] + kinds["workspace"][0])

@@ -259,15 +259,9 @@ def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bo
 
 def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
     """Bytes that a layer's backward pass brings back while it runs, beside what is kept: a layer, or its scores."""
-    every = layer(model, at, kernels, moe=moe)
-    selective = every.total + 0.0
-    if not kernels.every_second_matmul:
-        selective = _recomputed_modules(model, at, kernels, every, moe=moe)
-    return np.select(
-        [at.recompute == RECOMPUTE.index("full"), at.recompute == RECOMPUTE.index("selective")],
-        [every.total - layer_input(model, at, kernels), selective],
-        0.0,
-    )
+    every = layer(model, at, kernels, moe=moe).total
+    whole = kernels.every_second_matmul & (at.recompute == RECOMPUTE.index("selective"))
+    return every - np.where(whole, 0.0, kept_per_layer(model, at, kernels, moe=moe))
 
 
 def loss(model: ModelConfig, rows: Any, at: Layouts, kernels: Kernels) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megaaccum.config import resolve
 from megaaccum.config.derive import derive
@@ -119,12 +120,9 @@ def _costs(plan: Plan, model: TimeModel, at: Layouts) -> Costs:
     """Seconds of each stage's passes, and of a message."""
     passes = model.passes(at)
     stages = [rank_pass(passes, [stage], 1) for stage in stages_of(plan.config)]
-    return Costs(
-        forward=[float(each.forward[0]) for each in stages],
-        input_grad=[float(each.input_grad[0]) for each in stages],
-        weight_grad=[float(each.weight_grad[0]) for each in stages],
-        p2p=float(model.hop_seconds(at)[0]),
-    )
+    names = ("forward", "input_grad", "weight_grad")
+    seconds: dict[str, Any] = {name: [float(getattr(each, name)[0]) for each in stages] for name in names}
+    return Costs(**seconds, p2p=float(model.hop_seconds(at)[0]))
 
 
 def _need(plan: Plan, device_bytes: float | None, layers: Layers | None) -> str:

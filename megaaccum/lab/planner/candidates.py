@@ -134,9 +134,9 @@ class Candidates:
             return
         stage_ranks = self.world_size // pp
         for ep in divisors(self.model.num_experts):
-            for etp in sorted({1, tp}):
-                fits = stage_ranks % (ep * etp) == 0 and (self.model.moe_ffn_hidden_size or 0) % etp == 0
-                if fits and self.limits.allows("ep", ep) and self.limits.allows("etp", etp):
+            for etp in sorted({1, tp, self.limits.fixed.get("etp", 1)}):
+                rests = stage_ranks % (ep * etp), tp % etp, (self.model.moe_ffn_hidden_size or 0) % etp
+                if not any(rests) and self.limits.allows("ep", ep) and self.limits.allows("etp", etp):
                     yield ep, etp
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:

@@ -66,7 +66,7 @@ def calibrate(
     at, count = plan.layout, plan.layout.num_stages if stages is None else stages
     if count < 1 or repeats < 1:
         raise ConfigError(f"calibrate: stages is {count} and repeats {repeats}; both are at least 1")
-    ranks = layer_costs.sharing_ranks(at.tp, at.cp, at.ep)
+    ranks = layer_costs.sharing_ranks(at.tp, at.cp, at.ep, at.etp)
     if microbatch is None:
         if plan.config.model.vocab_size is None:
             raise ConfigError("calibrate: give it a micro-batch, or the plan a vocab_size to draw tokens from")
@@ -103,7 +103,8 @@ def _groups_of(plan: Plan, ranks: int) -> Iterator[None]:
     if parallel_state.model_parallel_is_initialized():
         yield
         return
-    alone = replace(plan.layout, world_size=ranks, pp=1, vpp=1, dp=1, schedule="none", placement="loop")
+    at, dp = plan.layout, ranks // (plan.layout.tp * plan.layout.cp)
+    alone = replace(at, world_size=ranks, pp=1, vpp=1, dp=dp, schedule="none", placement="loop")
     groups.build(alone, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
     try:
         yield

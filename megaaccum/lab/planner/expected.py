@@ -51,14 +51,10 @@ def time_model(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> 
     row."""
     forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
     workload = Workload(
-        config=plan.config,
-        model=plan.config.model,
-        sharding=plan.config.sharding,
-        vocab_size=vocab,
-        world_size=plan.layout.world_size,
-        hardware=load_hardware(hardware),
+        config=plan.config, model=plan.config.model, sharding=plan.config.sharding, vocab_size=vocab,
+        world_size=plan.layout.world_size, hardware=load_hardware(hardware),
         global_batch_size=plan.batch.global_batch_size,
-    )
+    )  # fmt: skip
     return workload.time_model(forecast.model(mode)), forecast.layout(mode)
 
 

@@ -246,9 +246,7 @@ def state_bytes(
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
     with_experts: finished sums of experts wait for their turn. with_undo: and the copy of `speculative_step`. moments:
     of the optimizer, 1 for Lion."""
-    kept = _usual_bytes(mode, sharding)
-    if moments == 1:
-        kept = _with_one_moment(kept, mode, sharding)
+    kept = _usual_bytes(mode, sharding, moments)
     if with_undo:
         kept = _with_undo(kept, mode, sharding, moments)
     if sharding.reproducible != "layout":
@@ -262,17 +260,6 @@ def state_bytes(
     return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals, waiting_total=in_place)
 
 
-def _with_one_moment(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
-    """`kept` with one moment of the masters' precision in place of two."""
-    if mode.backend in ("ddp", "fsdp2"):
-        each = max(BYTES[sharding.params_dtype or "fp32"], 4.0)
-    else:
-        each = 0.0 if sharding.offload_optimizer == "cpu" else 4.0
-    if mode.backend == "ddp":
-        return replace(kept, optimizer=kept.optimizer - each)
-    return replace(kept, optimizer_shard=kept.optimizer_shard - each)
-
-
 def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig, moments: int) -> StateBytes:
     """`kept` with a copy of masters, moments and the gradient that the optimizer reads (`speculative_step`). It lives
     from the update to the verdict, so beside fewer activations than a step's most."""
@@ -282,37 +269,37 @@ def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig, m
     return replace(kept, optimizer_shard=kept.optimizer_shard + (1 + moments) * state + grad)
 
 
-def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig) -> StateBytes:
+def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig, moments: int) -> StateBytes:
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
     if mode.backend == "ddp":
         # Gradients and DDP's buckets of the masters' precision; masters of their own beside 16-bit parameters.
         master = max(param, 4.0)
-        held = 2 * master if param == master else 3 * master
+        held = (moments + (param < master)) * master
         return StateBytes(param=param, grad=2 * master, optimizer=held, optimizer_shard=0)
     if mode.backend == "megatron":
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
-        return StateBytes(param=param, grad=main, optimizer_shard=8 if param == 4 else 12)
+        return StateBytes(param=param, grad=main, optimizer_shard=4.0 * (moments + (param < 4)))
     if mode.backend == "fsdp2":
-        return _fsdp2_bytes(mode, param, reduce_bytes(sharding), BYTES[sharding.optimizer_dtype])
+        return _fsdp2_bytes(mode, param, reduce_bytes(sharding), BYTES[sharding.optimizer_dtype], moments)
     state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
-    return _deepspeed_bytes(mode, param, grad, state)
+    return _deepspeed_bytes(mode, param, grad, state, moments)
 
 
-def _fsdp2_bytes(mode: ShardingMode, param: float, reduce: float, state: float) -> StateBytes:
+def _fsdp2_bytes(mode: ShardingMode, param: float, reduce: float, state: float, moments: int) -> StateBytes:
     """Shards are the masters, in the optimizer's precision (or FP64). Whole gradients are added up in the
     reduction's."""
     master = max(param, state)
-    shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=2 * master, grad_step=master)
+    shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=moments * master, grad_step=master)
     if mode.sync == "resident":
         return StateBytes(param=param, grad=reduce, **shards)
     return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
 
 
-def _deepspeed_bytes(mode: ShardingMode, param: float, grad: float, state: float) -> StateBytes:
-    """A master and two moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
+def _deepspeed_bytes(mode: ShardingMode, param: float, grad: float, state: float, moments: int) -> StateBytes:
+    """A master and moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
     gradients in that precision: beside them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their
     place."""
-    shards: dict[str, Any] = dict(optimizer_shard=3 * state, grad_step=grad + state)
+    shards: dict[str, Any] = dict(optimizer_shard=(1 + moments) * state, grad_step=grad + state)
     if mode.zero_stage < 3:
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)

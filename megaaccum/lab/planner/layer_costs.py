@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -88,13 +89,10 @@ def of_one_layer_each(config: Config) -> Plan:
             "recompute_method block recomputes some layers of a chunk, and a profile has one cost for each kind of"
             " layer: set recompute_method to uniform to measure."
         )
-    ranks = sharing_ranks(
-        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
-    )
+    tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+    ranks = sharing_ranks(tp, cp, layout.expert_model_parallel_size, layout.expert_tensor_parallel_size or 1)
     small = copy.deepcopy(config)
-    set_aside(small, names_where(lambda facts: facts.planned))
-    for name in _SHARING:
-        setattr(small.parallel, name, getattr(layout, name))
+    set_aside(small, set(names_where(lambda facts: facts.planned)) - _SHARING)
     small.batch.micro_batch_size, small.batch.pp_microbatches = config.batch.micro_batch_size or 1, 1
     small.model.recompute_granularity = "selective" if model.recompute_granularity == "selective" else None
     kinds = [kind for kind in (DENSE, EXPERTS) if kind in pattern_of(config)]
@@ -107,22 +105,22 @@ def of_one_layer_each(config: Config) -> Plan:
     return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, schedule="zb-h1"))
 
 
-def sharing_ranks(tp: int, cp: int, ep: int) -> int:
+def sharing_ranks(tp: int, cp: int, ep: int, etp: int) -> int:
     """The ranks that share a layer. Raises ConfigError if those of this start are not as many."""
-    ranks, shared = int(os.environ.get("WORLD_SIZE", "1")), max(tp * cp, ep)
+    ranks, shared = int(os.environ.get("WORLD_SIZE", "1")), math.lcm(tp * cp, ep * etp)
     if ranks != shared:
         raise ConfigError(
             f"a layer is shared by {shared} ranks (tensor_model_parallel_size {tp}, context_parallel_size {cp},"
-            f" expert_model_parallel_size {ep}), but {ranks} run: start the measurement under torchrun with"
-            f" --nproc-per-node {shared}, or set these sizes to 1."
+            f" expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp}), but {ranks} run: start the"
+            f" measurement under torchrun with --nproc-per-node {shared}, or set these sizes to 1."
         )
     return ranks
 
 
-_SHARING = (
-    "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "sequence_parallel",
-)  # fmt: skip
+_SHARING = frozenset(
+    "tensor_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
+    " sequence_parallel".split()
+)
 """Keys of the ranks that share a layer."""
 
 

@@ -14,7 +14,7 @@ from megaaccum.lab.planner.activations import Kernels
 from megaaccum.lab.planner.compute import attention_products
 from megaaccum.lab.planner.footprint import StateBytes, most_waiting, sums_of_runs
 from megaaccum.lab.planner.gather_units import Units, units_of
-from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts
+from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.matrices import rank_matrices, stage_matrices
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
@@ -120,6 +120,8 @@ class MemoryModel:
     """Whether all that is in no layer is one unit, gathered from a pass' begin to its end (FSDP2)."""
     fixed_stages: tuple[Stage, ...] | None = None
     """The stages of a layout that was given; else split_layers' of each pipeline."""
+    group_size: int | None = None
+    """microbatch_group_size_per_vp_stage of a layout that was given."""
 
     def peak(self, at: Layouts) -> Memory:
         """Bytes of each layout's most loaded rank."""
@@ -173,28 +175,47 @@ class MemoryModel:
     def _layer_bytes(self, at: Layouts) -> dict[str, Any]:
         """Bytes that one layer of each kind keeps of a micro-batch, and those that it brings back at once."""
         out: dict[str, Any] = {}
+        others = 0 if self.model.recompute_method == "block" else (self.model.recompute_num_layers or 1) - 1
+        others = others * (at.recompute == RECOMPUTE.index("full"))  # layers that are run again with one
         for kind in ("dense", "moe") if self.model.num_experts is not None else ("dense",):
             moe = kind == "moe"
             out[kind] = activations.kept_per_layer(self.model, at, self.kernels, moe=moe)
-            out[kind + " again"] = activations.recomputed_at_once(self.model, at, self.kernels, moe=moe)
+            again = activations.recomputed_at_once(self.model, at, self.kernels, moe=moe)
+            out[kind + " again"] = again + others * (again + out[kind])
         return out
+
+    def _in_layers(self, chunk: Stage, layers: dict[str, Any], kind: str = "") -> Any:
+        """Bytes of a chunk's layers together. Further tokens are predicted by a layer like the last."""
+        sparse = chunk.moe + (chunk.prediction if self.model.num_experts is not None else 0)
+        dense = chunk.layers + chunk.prediction - sparse
+        return dense * layers["dense" + kind] + (sparse * layers["moe" + kind] if sparse else 0)
+
+    def _beyond_first(self, at: Layouts, chunk: Stage, layers: dict[str, Any]) -> Any:
+        """Bytes that the layers of a chunk keep beyond what is kept of recomputed ones: with recompute_method block all
+        but the first recompute_num_layers keep everything."""
+        if self.model.recompute_method != "block":
+            return 0.0
+        first = self.model.recompute_num_layers or 1  # layers with experts come later
+        rest = replace(chunk, dense=max(0, chunk.dense - first), moe=min(chunk.moe, max(0, chunk.layers - first)))
+        return np.where(at.recompute == RECOMPUTE.index("full"), self._in_layers(rest, layers, " again"), 0.0)
 
     def _of_rank(
         self, at: Layouts, here: PipelineRank, chunks: list[Stage], layers: dict[str, Any]
     ) -> tuple[list[Any], dict[str, np.ndarray]]:
         """(micro-batches in flight of each chunk, bytes by kind)."""
-        held = pipeline.in_flight(**here._asdict(), microbatches=at.num_microbatches)
+        held = pipeline.in_flight(**here._asdict(), microbatches=at.num_microbatches, group_size=self.group_size)
         params = self._parameters(at, chunks)
         zero = np.zeros(len(at))
         kinds = self._states(at, params, chunks)
-        kinds["activations"] = zero + sum(
-            self._kept(at, chunk, layers) * count for chunk, count in _merged(chunks, held).items()
-        )
+        of_chunk = {chunk: self._kept(at, chunk, layers) for chunk in dict.fromkeys(chunks)}
+        kinds["activations"] = zero + sum(of_chunk[chunk] * count for chunk, count in zip(chunks, held, strict=True))
         kinds["activations"] += self._gathered_until_w(at, here, chunks)
         kinds["loss"] = self._loss(at, chunks)
-        # The logits are gone when the first layer is recomputed, so only what is larger than they were counts.
+        # The logits, and layers that keep everything, are gone when the first layer is recomputed: only what is more
+        # than they were counts.
         again = [layers[kind + " again"] for kind in ("dense", "moe") if any(getattr(c, kind) for c in chunks)]
-        kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - kinds["loss"])
+        gone = kinds["loss"] + np.min([zero + self._beyond_first(at, chunk, layers) for chunk in chunks], axis=0)
+        kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - gone)
         kinds["workspace"] += self._weight_grads(at, chunks)
         gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
         bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes * self._bucket_copies(at)
@@ -293,10 +314,8 @@ class MemoryModel:
         return units_of(chunks, size, live=self.live_elements, joined=self.joined_units)
 
     def _kept(self, at: Layouts, chunk: Stage, layers: dict[str, Any]) -> Any:
-        """Bytes that one micro-batch leaves in one chunk. Further tokens are predicted by a layer like the last."""
-        sparse = chunk.moe + (chunk.prediction if self.model.num_experts is not None else 0)
-        dense = chunk.layers + chunk.prediction - sparse
-        kept = dense * layers["dense"] + (sparse * layers["moe"] if sparse else 0)
+        """Bytes that one micro-batch leaves in one chunk."""
+        kept = self._in_layers(chunk, layers) + self._beyond_first(at, chunk, layers)
         if chunk.embedding:
             kept = kept + activations.embedding(self.model, at, self.kernels)
         ends = (not chunk.embedding) + (not chunk.head)
@@ -329,11 +348,3 @@ class MemoryModel:
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
         return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
-
-
-def _merged(chunks: list[Stage], held: list[Any]) -> dict[Stage, Any]:
-    """Micro-batches in flight by kind of chunk: equal chunks of a rank together."""
-    out: dict[Stage, Any] = {}
-    for chunk, count in zip(chunks, held, strict=True):
-        out[chunk] = out.get(chunk, 0) + count
-    return out

@@ -66,14 +66,18 @@ def is_simulated(name: str) -> bool:
     return name not in _FORMULAS
 
 
-def in_flight(name: str, *, pp: int, vpp: int, rank: int, microbatches: Any) -> list[Any]:
+def in_flight(
+    name: str, *, pp: int, vpp: int, rank: int, microbatches: Any, group_size: int | None = None
+) -> list[Any]:
     """Micro-batches whose activations rank `rank` holds at its peak, for each of its chunks; one per entry of
-    `microbatches` (m).
+    `microbatches` (m). group_size: microbatch_group_size_per_vp_stage of the interleaved schedule, default pp.
 
     Chunks of one rank are held at the same moment: the first backward of the rank's steady phase. A table's passes are
     shared out evenly over the chunks, and more than 4 pp micro-batches hold no more.
     """
     m = np.asarray(microbatches)
+    if name == "interleaved":
+        return _interleaved_in_flight(pp, vpp, rank, m, group_size)
     if name in _FORMULAS:
         return _FORMULAS[name].in_flight(pp, vpp, rank, m)
     counts = np.minimum(m, 4 * pp)
@@ -141,12 +145,14 @@ def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
 # --- closed forms ----------------------------------------------------------------------------------------------------
 
 
-def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any) -> list[Any]:
-    """Megatron runs groups of p micro-batches through chunk 0, then chunk 1, and so on; a rank has done
-    2 (p - rank - 1) + (v - 1) p + 1 forwards when its first backward begins."""
-    forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * pp + 1, vpp * m)
-    rounds, rest = forwards // (pp * vpp), forwards % (pp * vpp)
-    return [pp * rounds + np.clip(rest - chunk * pp, 0, pp) for chunk in range(vpp)]
+def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any, group_size: int | None = None) -> list[Any]:
+    """Megatron runs groups of g micro-batches (the last one may have fewer) through chunk 0, then chunk 1, and so on; a
+    rank has done 2 (p - rank - 1) + (v - 1) g + 1 forwards when its first backward begins."""
+    group = group_size or pp
+    forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * group + 1, vpp * m)
+    rounds, rest = forwards // (group * vpp), forwards % (group * vpp)
+    size = np.clip(m - group * rounds, 0, group)
+    return [group * rounds + np.clip(rest - chunk * size, 0, size) for chunk in range(vpp)]
 
 
 HALF = 0.5

@@ -89,10 +89,12 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
         ConfigError: it accepts none; the text is its own on the first.
     """
     groups = workload.model.num_query_groups or workload.model.num_attention_heads
+    replicas = workload.sharding.data_parallel_replicas
     kinds = np.stack(
         [layouts.schedule, layouts.sync, layouts.zero_stage, layouts.recompute, np.minimum(layouts.pp, 3),
          layouts.vpp > 1, layouts.tp > 1, groups % layouts.tp > 0, layouts.cp > 1, layouts.ep > 1, layouts.etp > 1,
          workload.model.num_layers % (layouts.pp * layouts.vpp) == 0,
+         layouts.dp * layouts.cp % replicas > 0, layouts.edp % replicas > 0,
          np.clip(layouts.num_microbatches - 2 * layouts.pp, -2, 0)], axis=1
     )  # fmt: skip
     _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.config.stage_layout import layers_of_stages, parse_layout
 from megaaccum.pretrain.metrics.layer_shapes import expert_layers
-from megaaccum.schedule.registry import is_v_shaped
+from megaaccum.schedule.registry import by_executor, is_v_shaped, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,15 @@ def chunks_of_rank(stages: Sequence[Stage], rank: int, *, pp: int, schedule: str
 
 
 def rank_kinds(stages: Sequence[Stage], *, pp: int, schedule: str) -> dict[int, list[Stage]]:
-    """The ranks that can be the most loaded: the first of every kind of rank, with its chunks.
-
-    Two ranks with equal chunks differ only in how many micro-batches they hold, and no schedule here gives the later
-    one more.
-    """
-    kinds: dict[tuple[Stage, ...], int] = {}
+    """The ranks that can be the most loaded, with their chunks: of every kind of rank the first, which holds the most
+    micro-batches, and under a schedule that splits backwards the last too, which owes the most weight gradients."""
+    kinds: dict[tuple[Stage, ...], set[int]] = {}
+    splits = schedule in names() and by_executor(schedule)
     for rank in range(pp):
-        kinds.setdefault(tuple(chunks_of_rank(stages, rank, pp=pp, schedule=schedule)), rank)
-    return {rank: list(chunks) for chunks, rank in kinds.items()}
+        chunks = tuple(chunks_of_rank(stages, rank, pp=pp, schedule=schedule))
+        first = min(kinds.get(chunks, {rank}))
+        kinds[chunks] = {first, rank} if splits else {first}
+    return {rank: list(chunks) for chunks, ranks in kinds.items() for rank in sorted(ranks)}
 
 
 def with_head_apart(chunks: list[Stage]) -> list[Stage]:

@@ -266,7 +266,7 @@ def _remedy(forecast: Forecast, limit: Limit) -> str:
     return (
         f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
         " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
-        f" there is, at least {smallest.held / GIB:.3g}: {gpus_with(smallest.held)}."
+        f" there is, at least {1.006 * smallest.held / GIB:.3g}: {gpus_with(smallest.held)}."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -158,8 +158,7 @@ class TimeModel:
 
     def step(self, at: Layouts) -> StepTime:
         """Seconds of an optimizer step of each layout."""
-        names = ("compute", "bubble", "p2p", "gather", "reduce", "optimizer", "overhead")
-        parts = {name: np.zeros(len(at)) for name in names}
+        parts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(at)))
         exposed, bubble = np.zeros(len(at)), np.zeros(len(at))
         for code, pp, vpp, rows in at.by_pipeline():
             here, one_exposed, one_bubble = self._pipeline(at.select(rows), SCHEDULES[code], pp, vpp)
@@ -310,10 +309,10 @@ class TimeModel:
         here = rank_parameters(self.model, [unit], self.vocab_size, at)
         links, soft = self.hardware.links, self.software
         group, experts = self._dp_group(at), self._edp_group(at)
-        gather = comm.gather(here.plain * soft.param_bytes, group, links)
-        gather = gather + comm.gather(here.expert * soft.param_bytes, experts, links)
-        reduce = comm.gather(here.plain * soft.grad_bytes, group, links)
-        reduce = reduce + comm.gather(here.expert * soft.grad_bytes, experts, links)
+        gather, reduce = (
+            comm.gather(here.plain * size, group, links) + comm.gather(here.expert * size, experts, links)
+            for size in (soft.param_bytes, soft.grad_bytes)
+        )
         wait_forward = np.where(streams, np.maximum(0.0, gather - one.forward), 0.0)
         wait_backward = np.where(streams, np.maximum(0.0, gather + reduce - one.input_grad - one.weight_grad), 0.0)
         waits = wait_forward + wait_backward
@@ -359,7 +358,9 @@ class TimeModel:
 
     def _optimizer_seconds(self, at: Layouts, kinds: list[list[Stage]]) -> Any:
         params, experts = self._most_parameters(at, kinds)
-        mine = np.where(at.zero_stage > 0, params / (at.dp * at.cp) + experts / at.edp, params + experts)
+        mine = np.where(
+            (at.zero_stage > 0) & self.software.sharded, params / (at.dp * at.cp) + experts / at.edp, params + experts
+        )
         if self.software.offloaded:
             crossing = (self.software.grad_bytes + self.software.param_bytes) / PCIE_BANDWIDTH
             return mine * (crossing + OPTIMIZER_BYTES * self.hardware.links.gpus_per_node / HOST_BANDWIDTH)

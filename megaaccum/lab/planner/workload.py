@@ -94,28 +94,19 @@ class Workload:
         half = self.sharding.params_dtype in ("bf16", "fp16")
         fused = self.model.gradient_accumulation_fusion or not half
         flex = self.model.moe_token_dispatcher_type == "flex"
+        software = Software(
+            flash=self.layers().fused_attention, precision="fp8" if self.in_fp8 else "16 bit" if half else "fp32",
+            grad_bytes=BYTES[self.sharding.grad_reduce_dtype], added_bytes=0.0 if fused else ADDED_BYTES,
+            param_bytes=BYTES[self.sharding.params_dtype or "fp32"], sharded=self.sharding.backend != "ddp",
+            ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm, fused_dispatch=flex,
+            in_runs=self.sharding.reproducible == "layout", offloaded=self.sharding.offload_optimizer == "cpu",
+            row_passes=(6.0 if flex or not self.in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
+            barrier=not self.config.step.speculative_step, imbalance=expert_load(self.model),
+        )  # fmt: skip
         return TimeModel(
-            model=self.model,
-            vocab_size=self.vocab_size,
-            hardware=self.hardware,
-            stages=memory.stages,
-            matrix_flops=_matrix_flops(self.config.optimizer),
-            software=Software(
-                flash=self.layers().fused_attention,
-                precision="fp8" if self.in_fp8 else "16 bit" if half else "fp32",
-                grad_bytes=BYTES[self.sharding.grad_reduce_dtype],
-                added_bytes=0.0 if fused else ADDED_BYTES,
-                param_bytes=BYTES[self.sharding.params_dtype or "fp32"],
-                sharded=self.sharding.backend != "ddp",
-                in_runs=self.sharding.reproducible == "layout",
-                ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm,
-                fused_dispatch=flex,
-                row_passes=(6.0 if flex or not self.in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
-                offloaded=self.sharding.offload_optimizer == "cpu",
-                barrier=not self.config.step.speculative_step,
-                imbalance=expert_load(self.model),
-            ),
-        )
+            model=self.model, vocab_size=self.vocab_size, hardware=self.hardware, stages=memory.stages,
+            matrix_flops=_matrix_flops(self.config.optimizer), software=software,
+        )  # fmt: skip
 
 
 def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Workload:
@@ -150,14 +141,9 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
     assert batch is not None
     config = replace(config, batch=replace(config.batch, global_batch_size=batch))
     return Workload(
-        config=config,
-        model=model,
-        sharding=settled.sharding,
-        vocab_size=vocabulary(settled),
-        world_size=world_size,
-        hardware=hardware,
-        global_batch_size=batch,
-    )
+        config=config, model=model, sharding=settled.sharding, vocab_size=vocabulary(settled), world_size=world_size,
+        hardware=hardware, global_batch_size=batch,
+    )  # fmt: skip
 
 
 def _batch_of(config: Config, world_size: int) -> int | None:
@@ -203,9 +189,10 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *,
 def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
     """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
     name = sharding.backend
-    resident = [ShardingMode(backend=name, sync="resident", zero_stage=stage) for stage in range(4)]
-    streaming = [ShardingMode(backend=name, sync="streaming")] if name in ("deepspeed", "fsdp2") else []
-    return resident + streaming
+    one = ShardingMode(backend=name, sync="resident", replicas=sharding.data_parallel_replicas)
+    resident = [replace(one, zero_stage=stage) for stage in range(4)]
+    streams = name in ("deepspeed", "fsdp2")
+    return resident + [replace(one, sync="streaming", live=sharding.max_live_parameters)] * streams
 
 
 def memory_model(
@@ -220,11 +207,13 @@ def memory_model(
 ) -> MemoryModel:
     """Bytes per rank of `config`, whose model and sharding are derived, under `modes`.
 
-    modes: of one backend; they differ in ZeRO stage and sync. stages: those of the one layout that is asked for, if it
-    is not split_layers' own. flushes: per step. In FP8 Transformer Engine keeps the layers' weights in FP8 too, and
-    `speculative_step` keeps a copy of what an update changes.
+    modes: of one backend; they differ in ZeRO stage and sync. stages: those of the one layout that is asked for, whose
+    other keys of the pipeline and of recompute hold too; default: of any. flushes: per step. In FP8 Transformer Engine
+    keeps the layers' weights in FP8 too, and `speculative_step` keeps a copy of what an update changes.
     """
     model, sharding, in_fp8 = config.model, config.sharding, config.quantization.fp8_format is not None
+    if stages is None:  # planned layouts recompute every layer alone, or none
+        model = replace(model, recompute_method=None, recompute_num_layers=None)
     first, reduce = modes[0], BYTES[sharding.grad_reduce_dtype]
     moments = 1 if config.optimizer.optimizer == "lion" else 2
     more = dict(with_experts=model.num_experts is not None, with_undo=config.step.speculative_step)
@@ -248,12 +237,13 @@ def memory_model(
         second_moment=_second_moment(config),
         soap=config.optimizer.optimizer == "soap",
         at_owners=at_owners_in(config, first, 1),
-        live_elements=first.live,
+        live_elements=max(mode.live for mode in modes),
         head_copy=sharding.reproducible == "layout",
         context_blocks=sharding.reproducible_context_blocks or 1,
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
         joined_units=first.backend == "fsdp2",
         fixed_stages=None if stages is None else tuple(stages),
+        group_size=None if stages is None else config.parallel.microbatch_group_size_per_vp_stage,
     )
 
 

@@ -184,16 +184,18 @@ class _Measure:
         if self.true.skipped and kind == GRADIENT:
             return
         pieces = by_name([(rank, piece) for rank, step in steps for piece in step.tensors.get(kind, [])])
-        if not pieces or not trues:
+        if not trues or (not pieces and kind not in (GRADIENT, "param")):
             return
         sizes = {n: each - near[n] for n, each in trues.items()} if moves else trues
         total = (sum(float(each.square().sum()) for each in sizes.values()) / len(sizes)) ** 0.5  # root mean square
         for name, true in trues.items():
-            if name not in pieces:
-                if kind != MODEL:
-                    yield Row(kind=kind, name=name, step=self.number, error=math.inf, bound=0.0, note="is on no rank")
+            parts = pieces.get(name, [])
+            if not parts or len(parts) < parts[0][0][1].tp_size:
+                if parts or kind != MODEL:
+                    note = "a part is on no rank" if parts else "is on no rank"
+                    yield Row(kind=kind, name=name, step=self.number, error=math.inf, bound=0.0, note=note)
                 continue
-            errors = [_distance_of(true, part) for part in pieces[name]]
+            errors = [_distance_of(true, part) for part in parts]
             distance, rank = max(errors, key=lambda each: each[0] if each[0] == each[0] else math.inf)
             size = float((true - near[name]).norm()) if moves else float(true.norm())
             # A tiny change or gradient is measured relative to the others.
@@ -207,6 +209,8 @@ class _Measure:
         """The largest error that rounding explains. off: relative distance of one process in the same precision. ratio:
         size of the tensor relative to what is measured (a weight's change is small relative to the weight)."""
         amplification = self.like.amplification.get(name, 1.0)
+        if kind == GRADIENT:
+            amplification *= ratio + off  # of the gradient, which is measured by more than its own size if it is tiny
         summed = (self.summands + 8) * UNIT[self.lane] * amplification
         if self.lane == "fp64":
             exact = max(EXACT, summed, FACTOR * self.like.rounding)

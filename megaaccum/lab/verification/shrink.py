@@ -25,27 +25,25 @@ _SETTLED: Keys = {
 far above the gradients makes Adam's update nearly linear in them, so that rounding of small ones stays small."""
 _KEPT_SECTIONS = ("model", "parallel", "batch", "sharding", "step", "optimizer")
 _OF_ITS_SIZE = frozenset(
-    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-     "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage")
-)  # fmt: skip
-"""Keys that a whole case keeps: they are of its layers and micro-batches."""
-_LEFT_OUT = frozenset(
-    {
-        "max_position_embeddings",
-        *("batch_warmup_steps", "rampup_batch_size", "step_batch_size_schedule", "variable_seq_lengths"),
-        *("global_batch_size", "device_batch_size", "memory_gib", "kv_channels", "distributed_timeout_minutes"),
-        *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
-        *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
-        *("apply_wd_to_qk_layernorm", "start_weight_decay", "end_weight_decay"),
-        *("weight_decay_incr_style", "transformer_impl", "attention_backend", "grad_norm_guard",
-        "override_opt_param_scheduler"),
-    }
-)  # fmt: skip
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout kv_channels"
+    " num_layers_per_virtual_pipeline_stage microbatch_group_size_per_vp_stage".split()
+)
+"""Keys that a whole case keeps: they are of its layers, heads and micro-batches."""
+_REPLACED = frozenset(
+    "max_position_embeddings global_batch_size device_batch_size memory_gib distributed_timeout_minutes"
+    " transformer_impl attention_backend override_opt_param_scheduler lr_warmup_iters lr_warmup_fraction lr_warmup_init"
+    " lr_warmup_samples lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_style lr_wsd_decay_samples".split()
+)
+"""Keys for which a case has others, or none is needed."""
+_NOT_VERIFIED = frozenset(
+    "batch_warmup_steps rampup_batch_size step_batch_size_schedule variable_seq_lengths grad_norm_guard"
+    " apply_wd_to_qk_layernorm start_weight_decay end_weight_decay weight_decay_incr_style".split()
+)
+"""Keys that one process has no counterpart of, which a note names."""
 _NEED_A_GPU = {
-    "moe_grouped_gemm": "grouped GEMM",
-    "moe_permute_fusion": "fused permutation",
-    "moe_router_fusion": "fused routing", "apply_rope_fusion": "fused rotary embeddings",
-    "gradient_accumulation_fusion": "fused weight gradients", "cross_entropy_loss_fusion": "fused cross entropy",
+    "moe_grouped_gemm": "grouped GEMM", "moe_permute_fusion": "fused permutation", "moe_router_fusion": "fused routing",
+    "apply_rope_fusion": "fused rotary embeddings", "gradient_accumulation_fusion": "fused weight gradients",
+    "cross_entropy_loss_fusion": "fused cross entropy",
     "overlap_moe_expert_parallel_comm": "the overlap of the experts' all-to-all",
 }  # fmt: skip
 _NUMBER = re.compile(r"(layers|experts)\.(\d+|\[[\d-]+\])(?=[.*=]|$)")
@@ -65,18 +63,21 @@ class Shrunk:
 def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -> Shrunk:
     """Make the case of a configuration whose real layout is `plan`. shrink: reduce depth, width and, above MOST_RANKS,
     ranks; else change only what makes a step comparable."""
+    left_out = _NOT_VERIFIED | _OF_ITS_SIZE if shrink else _NOT_VERIFIED
     keys = {
         name: value(config, name)
         for name, key in all_keys().items()
-        if key.section in _KEPT_SECTIONS
-        and name not in (_LEFT_OUT | _OF_ITS_SIZE if shrink else _LEFT_OUT)
-        and given(config, name)
+        if key.section in _KEPT_SECTIONS and name not in _REPLACED | left_out and given(config, name)
     }
     notes: list[str] = []
     if not on_gpu:
         _without_kernels(keys, notes)
     if value(config, "fp8_format") is not None:
         notes.append("FP8 is left out: its scales come from earlier micro-batches, which one full batch does not have")
+    if keys.get("cold_expert_offload"):  # else no expert would be cold before the tenth step
+        keys |= {"cold_expert_steps": 1, "cold_expert_tokens": 1 << 30}
+    if (sharding := plan.config.sharding).sync == "streaming":  # which `sync: auto` may have chosen
+        keys |= {"sync": "streaming", "max_live_parameters": sharding.max_live_parameters}
     world_size = plan.layout.world_size
     if shrink:
         keys, world_size = _shrunk(keys, plan, notes)
@@ -84,6 +85,8 @@ def as_case(config: Config, plan: Plan, *, shrink: bool, on_gpu: bool = False) -
         keys |= {
             name: getattr(plan.batch, name) for name in ("micro_batch_size", "pp_microbatches", "grad_accum_steps")
         }
+    if lost := sorted(name for name in left_out - keys.keys() if given(config, name)):
+        notes.append(f"{', '.join(lost)}: left out, and not verified")
     if any(keys.get(name) for name in ("attention_dropout", "hidden_dropout")) or not given(config, "hidden_dropout"):
         notes.append("dropout is 0: its masks are drawn per micro-batch, so the full batch has different ones")
     return Shrunk(Case(keys=keys | _SETTLED, megatron=_own_fields(config, notes), world_size=world_size), notes)
@@ -140,7 +143,9 @@ def _shrunk(keys: Keys, plan: Plan, notes: list[str]) -> tuple[Keys, int]:
     most = batch.num_microbatches // rounds
     chunks = min(most, max(2 * pp if batch.flush == "per_round" else -(-2 * pp // rounds), 2))
     if layout.schedule == "interleaved":
-        chunks = -(-chunks // pp) * pp
+        group = 2 * pp if (plan.config.parallel.microbatch_group_size_per_vp_stage or 0) > layout.pp else pp
+        keys["microbatch_group_size_per_vp_stage"] = group
+        chunks = -(-chunks // group) * group
     if is_table:
         rounds, chunks = batch.grad_accum_steps, batch.pp_microbatches
     keys |= sizes | {"micro_batch_size": min(batch.micro_batch_size, 2), "grad_accum_steps": rounds}
@@ -210,6 +215,10 @@ def _model_keys(keys: Keys, plan: Plan, *, tp: int, pp: int, ep: int, cp: int) -
     if "num_query_groups" in keys:
         are_fewer = (model.num_query_groups or 0) < model.num_attention_heads
         small["num_query_groups"] = max(heads // 2, tp) if are_fewer else heads
+        if (model.num_query_groups or heads) < plan.layout.tp:  # which Megatron gathers over tp
+            small["num_query_groups"] = max(tp // 2, 1)
+    if not model.multi_latent_attention and (model.kv_channels or 0) * model.num_attention_heads != model.hidden_size:
+        small["kv_channels"] = 16
     if "recompute_num_layers" in keys:
         small["recompute_num_layers"] = 1
     if model.multi_latent_attention and "multi_latent_attention" in keys:

@@ -32,8 +32,8 @@ _LAYOUT = frozenset(
 """Keys of a run's layout that generation keeps; the others are about training."""
 _OF_TRAINING = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules gradient_checkpointing"
-    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy mtp_num_layers"
-    " mtp_loss_scaling_factor gradient_accumulation_fusion".split()
+    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
+    " gradient_accumulation_fusion".split()
 )
 """Keys of a run's model that only training heeds. Capacity is left out, as padding would take places of tokens."""
 
@@ -157,6 +157,8 @@ class Generation:
             for name, facts in sections[section].items()
             if facts["from"] not in ("default", "derived") and name not in _OF_TRAINING
             if section == "model" or name in _LAYOUT
+            # A table is of one number of micro-batches: Megatron's own schedule takes its place.
+            if name != "schedule" or not facts["value"].endswith(".csv")
         }
         dtype = {"params_dtype": sections["sharding"]["params_dtype"]["value"]}
         table = {"max_position_embeddings": self._run_config.model.max_position_embeddings}

@@ -89,6 +89,17 @@ def test_the_plan_is_written_out(run_yaml: str, capsys: pytest.CaptureFixture[st
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--context_parallel_size 2", "DeepSpeed ZeRO-3 over dp 1 * cp 2"),
+        ("--backend fsdp2 --data_parallel_replicas 2 --pipeline_model_parallel_size 1", "over dp 4 in 2 replicas"),
+    ],
+)
+def test_the_ranks_that_share_a_shard_are_told(run_yaml: str, words: str, expected: str) -> None:
+    assert expected in run(run_yaml, words.split(), world_size=4)
+
+
 def test_what_the_command_line_recomputed_is_told(run_yaml: str) -> None:
     text = run(run_yaml, ["--dbs", "4", "--grad_accum_steps", "8"], world_size=4)
     assert "pp_microbatches 8 of the file is recomputed to 4" in text

@@ -177,6 +177,18 @@ def total(at: Layouts, **keys: Any) -> float:
     return float(model_of(**keys).peak(at).total[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2), ("v-half", 2)]
+)
+def test_no_rank_holds_more_than_the_most_loaded(name: str, vpp: int) -> None:
+    """Ranks with equal chunks hold inputs that Transformer Engine gathers for W, the more the later they are."""
+    row = dict(pp=8, tp=8, vpp=vpp, sequence_parallel=1, pp_microbatches=32, schedule=SCHEDULES.index(name))
+    memory, model = model_of().peak(at := pipelined(**row)), model_of()
+    each = [sum(kind[0] for kind in model.on_rank(at, rank).values()) for rank in range(8)]
+    assert memory.total[0] == pytest.approx(max(each))
+    assert each[memory.rank[0]] == pytest.approx(max(each))
+
+
 def test_kinds_add_up_and_none_is_negative() -> None:
     memory = model_of(usage=Usage(runtime_bytes=1e9, fragmentation=0.1)).peak(pipelined())
     assert set(memory.by_kind) == set(KINDS)

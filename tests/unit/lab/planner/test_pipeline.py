@@ -36,6 +36,20 @@ def test_a_rank_never_holds_more_than_is_planned(name: str, pp: int, vpp: int, m
     assert real <= planned <= real + 1
 
 
+@pytest.mark.parametrize(
+    ("pp", "vpp", "m", "group_size"), [(4, 2, 16, 8), (4, 2, 16, 16), (4, 3, 22, 6), (2, 4, 11, 3)]
+)
+def test_larger_groups_of_micro_batches_hold_more(pp: int, vpp: int, m: int, group_size: int) -> None:
+    from megaaccum.schedule.validate import validate
+
+    real = validate(build("interleaved", pp=pp, num_microbatches=m, chunks=vpp, group_size=group_size)).in_flight
+    held = [
+        pipeline.in_flight("interleaved", pp=pp, vpp=vpp, rank=rank, microbatches=m, group_size=group_size)
+        for rank in range(pp)
+    ]
+    assert [sum(int(n) for n in each) for each in held] == list(real)
+
+
 @pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.5, 1.0), (1.0, 2.2, 1.0)])
 @pytest.mark.parametrize(("name", "pp", "vpp", "m"), CASES)
 def test_filling_takes_what_the_simulator_says(

@@ -16,7 +16,7 @@ import pytest
 
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner import footprint, layout_config, sync_mode
 from megaaccum.lab.planner.candidates import AXES, Limits
 from megaaccum.lab.planner.certainty import MEASURED, fit_probability
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
@@ -25,6 +25,7 @@ from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import Workload, make_workload
 from megaaccum.pretrain.interop.load import load
+from megaaccum.units import GIB
 from tests.support.configs import make
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -94,6 +95,38 @@ def test_every_backend_is_planned(backend: str) -> None:
     part, usual = (each.time.by_part["optimizer"][0] for each in (found, zero))
     assert part == pytest.approx(usual * (8 if backend == "ddp" else 1))
     assert ("streaming" in {found.name_of(index)["sync"] for index in range(len(found))}) == (backend == "fsdp2")
+
+
+def test_experts_may_be_cut_over_fewer_ranks_than_tp() -> None:
+    work = workload(16, **EXPERTS)
+    found = search(work, Limits(fixed=dict(tp=4, etp=2, pp=1, cp=1)), rank="time")
+    assert {found.name_of(index)["etp"] for index in range(len(found))} == {2}
+    assert layout_config.checked(work, found.name_of(0)).layout.etp == 2
+
+
+def test_replicas_hold_what_check_says_and_divide_their_ranks() -> None:
+    """fsdp2 shards over the ranks of one replica; layouts whose ranks have no such replicas are no rows."""
+    small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, backend="fsdp2", data_parallel_replicas=2)
+    work = workload(8, **EXPERTS | small | dict(moe_ffn_hidden_size=512, global_batch_size=64))
+    found = search(work, rank="time")
+    held = found.memory.by_kind["optimizer"] / GIB
+    for index in range(0, len(found), 10):
+        at = found.name_of(index)
+        plan = layout_config.checked(work, at)
+        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers(at["schedule"])).predict(
+            footprint.chosen(plan)
+        )
+        assert held[index] == pytest.approx(of_check.memory["optimizer"] / GIB), at
+
+
+def test_parameters_that_stay_gathered_count_as_in_check() -> None:
+    small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64, vocab_size=1024)
+    for live in (0, 30_000_000):
+        work = workload(8, **small, max_live_parameters=live)
+        found = search(work, Limits(fixed=dict(tp=1, cp=1, pp=1, sync="streaming")))
+        plan = layout_config.checked(work, found.name_of(0))
+        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
+        assert found.memory.by_kind["parameters"][0] == pytest.approx(of_check.memory["parameters"]), live
 
 
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:

@@ -150,3 +150,14 @@ def test_a_step_on_an_h200_took_what_is_predicted() -> None:
     assert predicted.held == pytest.approx(41_606_505_472, rel=1e-3)
     on_cpu = sync_mode.Forecast(found, 61, layers=replace(on_gpu, on_gpu=False)).predict(footprint.chosen(found))
     assert on_cpu.held > 1.1 * predicted.held, "a CPU's kernels keep more"
+
+
+def test_the_memory_that_a_refusal_asks_for_is_enough() -> None:
+    for width in (128, 136, 152, 184):
+        with pytest.raises(ConfigError) as error:
+            settled(0.001, hidden_size=width)
+        (least,) = re.findall(r"at least ([\d.]+):", str(error.value))
+        (smallest,) = re.findall(r"The smallest sync mode, (\S+ \S+)", str(error.value))
+        backend = smallest.split()[0]
+        fits = settled(float(least), hidden_size=width, backend=backend)
+        assert held(fits) <= float(least)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaaccum.lab.planner import activations, comm, compute
+from megaaccum.lab.planner import activations, comm, compute, expected
 from megaaccum.lab.planner.comm import Group, Links
 from megaaccum.lab.planner.compute import Gemm
 from megaaccum.lab.planner.hardware import load_hardware, names
@@ -333,3 +333,12 @@ def test_the_addition_of_a_gradient_takes_its_bytes() -> None:
     elements = sum(each.n * each.k for each in products)
     assert grown == pytest.approx(10 * elements / (device.hbm_bandwidth * device.efficiency.memory))
     assert apart.passes(at)["head"].weight_grad > fused.passes(at)["head"].weight_grad
+
+
+def test_a_plan_of_torch_ddp_steps_whole_parameters() -> None:
+    """On every rank, where ZeRO steps an eighth."""
+    seconds = {}
+    for backend in ("ddp", "deepspeed"):
+        model, at = expected.time_model(plan(8, backend=backend), 1000, None, "h100")
+        seconds[backend] = float(model.step(at).by_part["optimizer"][0])
+    assert seconds["ddp"] == pytest.approx(8 * seconds["deepspeed"])

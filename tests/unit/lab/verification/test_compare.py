@@ -127,6 +127,33 @@ def test_parts_of_tp_ranks(gated):
     assert failed(seen, of) == {(GRADIENT, NAMES[0])}
 
 
+@pytest.mark.parametrize("kind", [GRADIENT, "param", "exp_avg", MODEL])
+def test_the_part_of_a_tp_rank_that_no_rank_has(kind):
+    of, seen = reference(), ranks(reference(), dp=1)
+    rows = of.steps[0].tensors[kind][NAMES[0]][:2].reshape(-1)
+    seen[0].steps[0].tensors[kind][0] = Piece(NAMES[0], rows, 0, tp_rank=0, tp_size=2, axis=0)
+    assert failed(seen, of) == {(kind, NAMES[0])}
+
+
+def test_ranks_without_any_gradient():
+    of, seen = reference(), ranks(reference())
+    for rank in seen:
+        rank.steps[0].tensors[GRADIENT] = []
+    assert failed(seen, of) == {(GRADIENT, name) for name in NAMES}
+
+
+def test_a_gradient_that_cancels_is_allowed_the_rounding_of_its_parts_alone():
+    """Parts of norm 5 that add up to 1e-9 round by some 1e-6 in FP32, not by a part of themselves."""
+    of = reference()
+    of.steps[0].tensors[GRADIENT][NAMES[0]] *= 1e-9 / float(of.steps[0].tensors[GRADIENT][NAMES[0]].norm())
+    of.steps[0].amplification[NAMES[0]] = 5e9
+    for error, wrong in ((1e-6, False), (1e-4, True)):
+        seen = ranks(of)
+        seen[0].steps[0].tensors[GRADIENT][0].values[0] += error
+        found = {(row.kind, row.name) for row in compare("fp32", seen, of, of, summands=8).failed}
+        assert found == ({(GRADIENT, NAMES[0])} if wrong else set())
+
+
 def test_ranks_that_draw_the_same_dropout():
     of, seen = reference(), ranks(reference())
     seen[1].random = seen[0].random

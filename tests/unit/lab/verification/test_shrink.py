@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megaaccum.cli import verify as cli_verify
 from megaaccum.config import Plan, precision, resolve
 from megaaccum.config.stage_layout import layers_of_stages
+from megaaccum.lab.planner import footprint, sync_mode
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.reference import lr_schedule
 from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
@@ -19,6 +21,7 @@ from megaaccum.optim.lr_schedule import build
 from megaaccum.pretrain.interop.load import load
 from megaaccum.schedule import build as build_schedule
 from megaaccum.schedule.table import write_csv
+from megaaccum.units import GIB
 from tests.support.configs import make, plan
 
 FILES = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
@@ -112,6 +115,56 @@ def test_a_whole_case_keeps_the_cut_of_the_layers(keys, layers):
     assert (whole.layout, whole.batch) == (real.layout, real.batch)
     group = whole.config.parallel.microbatch_group_size_per_vp_stage
     assert group == real.config.parallel.microbatch_group_size_per_vp_stage
+
+
+@pytest.mark.parametrize(("tp", "groups", "small"), [(8, 2, 4), (4, 2, 2), (2, 2, 2), (2, 8, 2)])
+def test_fewer_query_groups_than_tp_ranks_stay_fewer(tp, groups, small):
+    """Megatron gathers queries, keys and values over tp there: another path."""
+    config = make(num_attention_heads=16, hidden_size=256, num_query_groups=groups, tensor_model_parallel_size=tp)
+    case = as_case(config, resolve(config, world_size=8), shrink=True).case.plan()
+    assert (case.config.model.num_query_groups or 0) == small
+    assert (small < case.layout.tp) == (groups < tp)
+
+
+def test_heads_keep_a_width_of_their_own():
+    config = make(num_attention_heads=4, hidden_size=64, kv_channels=32)
+    for shrink, channels in ((False, 32), (True, 16)):
+        model = as_case(config, resolve(config, world_size=1), shrink=shrink).case.plan().config.model
+        assert model.kv_channels == channels
+        assert model.kv_channels * model.num_attention_heads != model.hidden_size
+
+
+def test_groups_of_micro_batches_larger_than_the_pipeline_stay_larger():
+    keys = dict(schedule="interleaved", virtual_pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=8)
+    config = make(num_layers=16, pipeline_model_parallel_size=4, pp_microbatches=16, grad_accum_steps=1, **keys)
+    small = as_case(config, resolve(config, world_size=4), shrink=True).case.plan()
+    assert small.config.parallel.microbatch_group_size_per_vp_stage > small.layout.pp
+
+
+def test_cold_experts_are_cold_within_the_steps_that_are_verified():
+    config = make(num_experts=4, add_bias_linear=False, cold_expert_offload=True)
+    sharding = as_case(config, resolve(config, world_size=2), shrink=True).case.plan().config.sharding
+    assert sharding.cold_expert_offload
+    assert sharding.cold_expert_steps == 1
+    assert sharding.cold_expert_tokens > 1_000_000
+
+
+def test_the_sync_mode_that_fits_is_the_one_that_is_verified():
+    config = make(num_layers=16, hidden_size=128, vocab_size=1000, reduce_bucket_size=1000)
+    resident = sync_mode.Forecast(resolve(config, world_size=8), 1000)
+    config.sharding.memory_gib = 0.9 * resident.predict(footprint.chosen(resident.plan)).held / GIB
+    args = cli_verify._parser().parse_args(["--world-size", "8"])
+    keys = cli_verify._case(config, None, args).case.keys
+    assert keys["sync"] == "streaming"
+
+
+def test_what_a_smaller_model_leaves_out_is_said():
+    keys = dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=6, grad_norm_guard=4.0)
+    config = make(num_layers=8, pp_microbatches=4, **keys)
+    notes = as_case(config, resolve(config, world_size=2), shrink=True).notes
+    assert "decoder_first_pipeline_num_layers, grad_norm_guard: left out, and not verified" in notes
+    notes = as_case(config, resolve(config, world_size=2), shrink=False).notes
+    assert "grad_norm_guard: left out, and not verified" in notes
 
 
 def test_dropout_is_left_out_and_said():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megaaccum.config import resolve
+from megaaccum.schedule import build as build_schedule
+from megaaccum.schedule.table import write_csv
 from tests.support.configs import SMALL, plan
 
 
@@ -28,20 +31,36 @@ def test_the_checkpoints_of_a_run_are_in_the_folder_that_is_given(save: str | No
     assert loaded == [Path(folder)]
 
 
-def test_keys_that_only_training_heeds_are_left_out() -> None:
-    """Without a capacity none says which tokens are dropped, and no weight gradient is added to a sum."""
+def generation(model: dict[str, Any], parallel: dict[str, Any], dtype: str = "fp32") -> Any:
+    """A request to a run with these keys beside those of its size."""
     from megaaccum.pretrain.training.generate import Generation
 
-    model = {name: SMALL[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
-    model |= dict(num_experts=4, add_bias_linear=False, moe_expert_capacity_factor=1.0)
-    model |= dict(moe_token_drop_policy="position", gradient_accumulation_fusion=True)
+    keys = {name: SMALL[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")} | model
     configuration = {
-        "model": {name: {"value": value, "from": "run.yaml"} for name, value in model.items()},
-        "parallel": {},
-        "sharding": {"params_dtype": {"value": "bf16"}},
+        name: {key: {"value": value, "from": "run.yaml"} for key, value in section.items()}
+        for name, section in dict(model=keys, parallel=parallel, sharding=dict(params_dtype=dtype)).items()
     }
     wanted = Generation(Path("run"), ["a"], 1)
     receipt = {"data": {"vocab_size": 64}, "configuration": configuration, "megatron": {}}
     vars(wanted).update(prompt_ids=[[1]], _receipt=receipt, _run_config=plan().config)
-    found = resolve(wanted.config, world_size=1).config.model
+    return wanted
+
+
+def test_keys_that_only_training_heeds_are_left_out() -> None:
+    """Without a capacity none says which tokens are dropped, and no weight gradient is added to a sum."""
+    model = dict(num_experts=4, add_bias_linear=False, moe_expert_capacity_factor=1.0)
+    model |= dict(moe_token_drop_policy="position", gradient_accumulation_fusion=True)
+    found = resolve(generation(model, {}, "bf16").config, world_size=1).config.model
     assert (found.num_experts, found.moe_expert_capacity_factor, found.gradient_accumulation_fusion) == (4, None, False)
+
+
+def test_prediction_layers_stay_as_the_checkpoint_has_them() -> None:
+    parallel = dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttmL")
+    wanted = generation(dict(num_layers=4, mtp_num_layers=1, position_embedding_type="rope"), parallel)
+    assert resolve(wanted.config, world_size=2).config.model.mtp_num_layers == 1
+
+
+def test_a_run_of_a_table_generates_under_megatrons_own_schedule(tmp_path: Path) -> None:
+    write_csv(build_schedule("zbv", pp=2, num_microbatches=6), tmp_path / "run.csv")
+    parallel = dict(pipeline_model_parallel_size=2, schedule=str(tmp_path / "run.csv"))
+    assert resolve(generation(dict(num_layers=4), parallel).config, world_size=2).layout.schedule == "1f1b"
