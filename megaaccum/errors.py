@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self
 
@@ -67,7 +66,7 @@ def as_users_error(error: BaseException) -> BaseException:
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a process that this exception ends: 2 for ConfigError, 130 for Ctrl-C, else 1."""
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
+        return 130  # 128 + SIGINT
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -51,9 +51,8 @@ def sequence_parallel(subject: Subject) -> Iterator[str]:
     if not subject.parallel.sequence_parallel:
         if tp > 1 and subject.megatron.get("experimental_attention_variant") == "gated_delta_net":
             yield (
-                f"experimental_attention_variant gated_delta_net with tensor_model_parallel_size {tp} needs"
-                " sequence_parallel: megatron-core 0.19 sums the gradient of its norm over tp ranks under it alone. Set"
-                " it to true."
+                f"gated_delta_net with tensor_model_parallel_size {tp} needs sequence_parallel, under which alone"
+                " megatron-core 0.19 sums the gradient of its norm over tp ranks: set it to true."
             )
         return
     if tp == 1:
