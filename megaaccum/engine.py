@@ -27,7 +27,7 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
+from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
@@ -431,8 +431,11 @@ class Engine:
             dtype: of all tensors, as in `torch.float32` for the masters of a BF16 model; default: as in the model.
             rank: the global rank that is given the tensors, the others nothing; default: every rank.
 
-        Every rank has to run the iterator to its end.
+        Every rank has to run the iterator to its end. Raises RankDisagreement if ranks give other options.
         """
+        assert_same_on_ranks("the options of whole_weights", f"rank {rank}, dtype {dtype}")
+        if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
+            raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))

@@ -60,12 +60,10 @@ def runs_of(whole: torch.Tensor, piece: Piece) -> Iterator[torch.Tensor]:
 
 def copy_runs(flat: torch.Tensor, whole: torch.Tensor, piece: Piece, *, into_whole: bool) -> None:
     """Copy `flat`, the elements of `piece`, into `whole`, or from there."""
-    position = 0
-    for run in runs_of(whole, piece):
-        mine = flat[position : position + run.numel()].view(run.shape)
-        source, target = (mine, run) if into_whole else (run, mine)
+    runs = list(runs_of(whole, piece))
+    for run, part in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
+        source, target = (part.view_as(run), run) if into_whole else (run, part.view_as(run))
         target.copy_(source)
-        position += run.numel()
 
 
 class WholeWeights:
@@ -192,7 +190,6 @@ def _put(
                 copy_runs(target.detach(), tensor.detach().reshape(-1), piece, into_whole=False)
             else:
                 tensor.read(piece, target.detach())
-        if parts:
-            known = known - {name}
+        known.discard(name)
     if waiting:
         raise CheckpointError(f"the weights lack {listed(sorted(waiting))}")
