@@ -12,7 +12,7 @@ for microbatches in batches:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -440,16 +440,15 @@ class Engine:
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]], *, num_updates: int | None = None
-    ) -> None:
+    def load_weights(self, weights: whole.Given, *, num_updates: int | None = None) -> None:
         """Replace the weights by those of `whole_weights`, of this or another layout; each rank takes its part of a
         tensor before it asks for the next. Optimizer state and counters stay.
 
-        weights: on every rank; a rank may leave out what other stages hold. In place of a tensor, an object that reads
-        the parts which a rank asks for. num_updates: the optimizer's state is replaced too, by that after this
-        number of updates; `weights` then has its tensors besides, named as in NAME/exp_avg. Raises CheckpointError on
-        every rank if a name is missing, unknown or there twice, or a shape differs; the engine has then failed.
+        weights: pairs or a dict, on every rank; a rank may leave out what other stages hold. In place of a tensor, an
+        object that reads the parts which a rank asks for. num_updates: the optimizer's state is replaced too, by that
+        after this number of updates; `weights` then has its tensors besides, named as in NAME/exp_avg. Raises
+        CheckpointError on every rank if a name is missing, unknown or there twice, or a shape differs; the engine has
+        then failed.
         """
         with self._guarded():
             self.train_steps.abandon()

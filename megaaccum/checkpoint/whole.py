@@ -30,6 +30,10 @@ class InParts(Protocol):
         """Copy the elements of `piece` into `target`, which is flat."""
 
 
+type Given = Mapping[str, torch.Tensor | InParts] | Iterable[tuple[str, torch.Tensor | InParts]]
+"""Whole weights by name, or pairs that are made one at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """The pieces of one tensor that one rank sends. dtype: of the tensor in the model."""
@@ -149,7 +153,7 @@ def _check_cuts(names: Iterable[str], tp: int) -> None:
 
 
 def put(
-    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    weights: Given,
     backend: ShardingBackend,
     groups: Groups,
     buffers: Mapping[str, torch.Tensor],
@@ -171,13 +175,13 @@ def put(
 
 
 def _put(
-    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    weights: Given,
     waiting: dict[str, list[tuple[Piece, torch.Tensor]]],
     known: set[str],
     tp: int,
 ) -> None:
     _check_cuts(waiting, tp)
-    for name, tensor in weights:
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in known:
             raise CheckpointError(f"the model has no parameter {name} (it is there twice, or of another model)")
         parts = waiting.pop(name, [])

@@ -244,6 +244,21 @@ def test_ranks_that_ask_for_different_streams_all_end():
         assert rank_1 == ""
 
 
+def loaded_from_a_dict() -> bool:
+    import torch
+
+    from tests.support.engines import engine_of
+
+    engine = engine_of(Case(1, BATCH, TIED))
+    given = {name: _other(name, tensor) for name, tensor in engine.whole_weights()}
+    engine.load_weights(given)
+    return all(torch.equal(tensor, given[name]) for name, tensor in engine.whole_weights())
+
+
+def test_a_dict_of_weights_is_loaded():
+    assert run_ranks(loaded_from_a_dict, 1, timeout=40) == [True]
+
+
 def peak_of_streaming() -> tuple[int, int, int]:
     """Bytes of the whole model, of its largest parameter, and the most that a stream held at a time."""
     import torch
