@@ -184,8 +184,7 @@ def _put(
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in known:
             raise CheckpointError(f"the model has no parameter {name} (it is there twice, or of another model)")
-        parts = waiting.pop(name, [])
-        for piece, target in parts:
+        for piece, target in waiting.pop(name, []):
             if tuple(tensor.shape) != piece.shape:
                 raise CheckpointError(
                     f"{name} is {as_product(tensor.shape)}, but {as_product(piece.shape)} in the model"
