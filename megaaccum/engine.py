@@ -12,7 +12,7 @@ for microbatches in batches:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
+from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
@@ -431,22 +431,24 @@ class Engine:
             dtype: of all tensors, as in `torch.float32` for the masters of a BF16 model; default: as in the model.
             rank: the global rank that is given the tensors, the others nothing; default: every rank.
 
-        Every rank has to run the iterator to its end.
+        Every rank has to run the iterator to its end. Raises RankDisagreement if ranks give other options.
         """
+        assert_same_on_ranks("the options of whole_weights", f"rank {rank}, dtype {dtype}")
+        if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
+            raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor | whole.InParts]], *, num_updates: int | None = None
-    ) -> None:
+    def load_weights(self, weights: whole.Given, *, num_updates: int | None = None) -> None:
         """Replace the weights by those of `whole_weights`, of this or another layout; each rank takes its part of a
         tensor before it asks for the next. Optimizer state and counters stay.
 
-        weights: on every rank; a rank may leave out what other stages hold. In place of a tensor, an object that reads
-        the parts which a rank asks for. num_updates: the optimizer's state is replaced too, by that after this
-        number of updates; `weights` then has its tensors besides, named as in NAME/exp_avg. Raises CheckpointError on
-        every rank if a name is missing, unknown or there twice, or a shape differs; the engine has then failed.
+        weights: pairs or a dict, on every rank; a rank may leave out what other stages hold. In place of a tensor, an
+        object that reads the parts which a rank asks for. num_updates: the optimizer's state is replaced too, by that
+        after this number of updates; `weights` then has its tensors besides, named as in NAME/exp_avg. Raises
+        CheckpointError on every rank if a name is missing, unknown or there twice, or a shape differs; the engine has
+        then failed.
         """
         with self._guarded():
             self.train_steps.abandon()

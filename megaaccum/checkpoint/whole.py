@@ -30,6 +30,10 @@ class InParts(Protocol):
         """Copy the elements of `piece` into `target`, which is flat."""
 
 
+type Given = Mapping[str, torch.Tensor | InParts] | Iterable[tuple[str, torch.Tensor | InParts]]
+"""Whole weights by name, or pairs that are made one at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """The pieces of one tensor that one rank sends. dtype: of the tensor in the model."""
@@ -60,12 +64,10 @@ def runs_of(whole: torch.Tensor, piece: Piece) -> Iterator[torch.Tensor]:
 
 def copy_runs(flat: torch.Tensor, whole: torch.Tensor, piece: Piece, *, into_whole: bool) -> None:
     """Copy `flat`, the elements of `piece`, into `whole`, or from there."""
-    position = 0
-    for run in runs_of(whole, piece):
-        mine = flat[position : position + run.numel()].view(run.shape)
-        source, target = (mine, run) if into_whole else (run, mine)
+    runs = list(runs_of(whole, piece))
+    for run, part in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
+        source, target = (part.view_as(run), run) if into_whole else (run, part.view_as(run))
         target.copy_(source)
-        position += run.numel()
 
 
 class WholeWeights:
@@ -151,7 +153,7 @@ def _check_cuts(names: Iterable[str], tp: int) -> None:
 
 
 def put(
-    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    weights: Given,
     backend: ShardingBackend,
     groups: Groups,
     buffers: Mapping[str, torch.Tensor],
@@ -173,17 +175,16 @@ def put(
 
 
 def _put(
-    weights: Iterable[tuple[str, torch.Tensor | InParts]],
+    weights: Given,
     waiting: dict[str, list[tuple[Piece, torch.Tensor]]],
     known: set[str],
     tp: int,
 ) -> None:
     _check_cuts(waiting, tp)
-    for name, tensor in weights:
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in known:
             raise CheckpointError(f"the model has no parameter {name} (it is there twice, or of another model)")
-        parts = waiting.pop(name, [])
-        for piece, target in parts:
+        for piece, target in waiting.pop(name, []):
             if tuple(tensor.shape) != piece.shape:
                 raise CheckpointError(
                     f"{name} is {as_product(tensor.shape)}, but {as_product(piece.shape)} in the model"
@@ -192,7 +193,6 @@ def _put(
                 copy_runs(target.detach(), tensor.detach().reshape(-1), piece, into_whole=False)
             else:
                 tensor.read(piece, target.detach())
-        if parts:
-            known = known - {name}
+        known.discard(name)
     if waiting:
         raise CheckpointError(f"the weights lack {listed(sorted(waiting))}")

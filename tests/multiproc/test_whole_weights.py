@@ -223,6 +223,42 @@ def missing_on_rank1() -> str:
     return ""
 
 
+def asked_apart() -> list[str]:
+    """The errors of streams that ranks ask for otherwise, and of one to a rank that is not there; then a stream's."""
+    import torch
+
+    from tests.multiproc.test_engine_inputs import said
+    from tests.support.engines import engine_of
+
+    engine, me = engine_of(Case(2, BATCH, MODEL)), torch.distributed.get_rank()
+    kinds = dict(rank=me), dict(rank=2), dict(rank=-1), dict(dtype=(torch.float32, torch.bfloat16)[me]), dict(rank=1)
+    return [said(lambda keys=keys: dict(engine.whole_weights(**keys))) for keys in kinds]
+
+
+def test_ranks_that_ask_for_different_streams_all_end():
+    for own, missing, negative, dtypes, rank_1 in run_ranks(asked_apart, 2, timeout=40):
+        assert own.startswith("RankDisagreement: ranks disagree about the options of whole_weights (rank 0: rank 0, ")
+        assert missing == "ConfigError: whole_weights: rank 2 is none of the 2 ranks"
+        assert negative == "ConfigError: whole_weights: rank -1 is none of the 2 ranks"
+        assert "rank 0: rank None, dtype torch.float32; rank 1: rank None, dtype torch.bfloat16" in dtypes
+        assert rank_1 == ""
+
+
+def loaded_from_a_dict() -> bool:
+    import torch
+
+    from tests.support.engines import engine_of
+
+    engine = engine_of(Case(1, BATCH, TIED))
+    given = {name: _other(name, tensor) for name, tensor in engine.whole_weights()}
+    engine.load_weights(given)
+    return all(torch.equal(tensor, given[name]) for name, tensor in engine.whole_weights())
+
+
+def test_a_dict_of_weights_is_loaded():
+    assert run_ranks(loaded_from_a_dict, 1, timeout=40) == [True]
+
+
 def peak_of_streaming() -> tuple[int, int, int]:
     """Bytes of the whole model, of its largest parameter, and the most that a stream held at a time."""
     import torch
