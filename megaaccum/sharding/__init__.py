@@ -85,9 +85,8 @@ class _EveryCall:
 
     def __init__(self, chunks: list[torch.nn.Module]):
         self._called = False
-        # A forward step of a module of one's own may call its children one by one.
-        outer = [each for chunk in chunks for path, each in chunk.named_modules() if path.count(".") < 2]
-        for module in {*outer, *(layer for chunk in chunks for layer in layers_of(chunk))}:
+        # A forward step may call the children or layers of a module of one's own one by one.
+        for module in {each for chunk in chunks for path, each in chunk.named_modules() if path.count(".") < 3}:
             module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
@@ -96,9 +95,8 @@ class _EveryCall:
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
         if not self._called:
             raise FlushError(
-                f"sync streaming: the forward step of micro-batch {microbatch} does not call the model, so that other"
-                " ranks would wait to gather its layers: call it in every micro-batch (and multiply its loss by 0, if"
-                " it is not to count), or set sync to resident"
+                f"sync streaming: the forward step of micro-batch {microbatch} does not call the model, and other ranks"
+                " would wait for its layers: call it (times 0, if it is not to count), or set sync to resident"
             )
 
 

@@ -376,8 +376,7 @@ class TrainStep:
             opened, self.opened = self.opened, None
             if opened is None:
                 raise StepError(f"step {step} has no gradient: call forward_backward before optim_step").printed_once()
-            attempt = self.reduce_and_measure(opened)
-            verdict = self.judge(opened, attempt)
+            verdict = self.judge(opened, self.reduce_and_measure(opened))
             self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
             result = self.commit(opened, verdict, stop=agreed.stop)
         return replace(result, **self.observer.pop()._asdict())

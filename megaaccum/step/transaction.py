@@ -79,8 +79,7 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        kept = {"num_updates": self.num_updates, "skipped_steps": self.skipped_steps}
-        return kept | {"last_weight": self.last_weight}
+        return {"num_updates": self.num_updates, "skipped_steps": self.skipped_steps, "last_weight": self.last_weight}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int, consumed_samples: int) -> None:
         """Go on where `state_dict` was taken, after `step`; {} (a checkpoint without one) counts each as an update."""
