@@ -121,8 +121,7 @@ class WholeWeights:
             for _, tensor in mine:
                 dist.send(tensor.contiguous(), to, group=self._group)
             return None
-        shape = shares[0].pieces[0].shape
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shares[0].pieces[0].shape, dtype=dtype)
         for share in shares:
             for number, piece in enumerate(share.pieces):
                 if share.rank == me:

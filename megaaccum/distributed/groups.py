@@ -107,8 +107,7 @@ class Groups:
     def stage(self, chunk: int) -> int:
         """Stage, 0 to pp * vpp - 1 in model order, of this rank's chunk."""
         # pp is outermost in Layout's order of ranks, whatever order Megatron's groups have here.
-        ranks_of_a_stage = self.layout.world_size // self.layout.pp
-        return self.layout.stages(self.pp.rank() * ranks_of_a_stage)[chunk]
+        return self.layout.stages(self.pp.rank() * (self.layout.world_size // self.layout.pp))[chunk]
 
     def collection_of(self, chunk: int) -> ProcessGroupCollection:
         """The `pg_collection` with which Megatron's model builds this chunk.

@@ -250,8 +250,7 @@ def _write_trace(path: str, record: FlushRecord, pp: torch.distributed.ProcessGr
     """Write what the ranks of the pipeline did beside what the simulator plans with their durations. Collective over
     pp; global rank 0 writes. Ranks of different hosts are put on one time line by the hosts' clocks."""
     offset = time.time() - time.perf_counter()
-    mine = [(start + offset, end + offset) for start, end in record.spans]
-    measured = gathered(mine, pp)
+    measured = gathered([(start + offset, end + offset) for start, end in record.spans], pp)
     if torch.distributed.get_rank() == 0:
         planned = simulate(record.schedule, measured_costs(record.schedule, measured), early_send=True)
         write_trace(path, record.schedule, planned=planned.spans, measured=measured)

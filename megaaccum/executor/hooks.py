@@ -88,6 +88,4 @@ class Hooks:
 
 def _per_chunk(hook: Any, chunks: int) -> Sequence[Callable[..., Any]] | None:
     """Megatron takes one function, or one per chunk."""
-    if hook is None or isinstance(hook, list | tuple):
-        return hook
-    return [hook] * chunks
+    return hook if hook is None or isinstance(hook, list | tuple) else [hook] * chunks

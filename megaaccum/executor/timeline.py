@@ -38,9 +38,8 @@ def measured_costs(schedule: Schedule, spans: Spans) -> Costs:
             seen[action.kind, schedule.stage(rank, action)].append(end - start)
 
     def typical(kind: str, stage: int) -> float:
-        if found := seen.get((kind, stage)):
-            return median(found)
-        return median(seen["B", stage]) / 2
+        found = seen.get((kind, stage))
+        return median(found) if found else median(seen["B", stage]) / 2
 
     stages = range(schedule.num_stages)
     forward, input_grad, weight_grad = ([typical(kind, stage) for stage in stages] for kind in "FIW")

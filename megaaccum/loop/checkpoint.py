@@ -34,8 +34,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, in host memory; a DTensor of fully_shard's is gathered."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to("cpu", copy=True)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 
 def write_whole(chunk: torch.nn.Module, whole: Callable[[], AbstractContextManager[None]]) -> None:

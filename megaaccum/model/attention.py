@@ -90,8 +90,7 @@ def causal_mask(num_queries: int, num_keys: int, number: int, count: int, device
     `2 * count - 1 - number` of the sequence."""
     keys = torch.arange(num_keys, device=device)
     pieces = keys.split(num_queries // 2)
-    positions = torch.cat([pieces[number], pieces[2 * count - 1 - number]])
-    return positions[:, None] >= keys
+    return torch.cat([pieces[number], pieces[2 * count - 1 - number]])[:, None] >= keys
 
 
 class _WholeSequence(torch.autograd.Function):
@@ -135,5 +134,4 @@ def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:
             if isinstance(module, MLASelfAttention) and module.tp_group.size() > 1:
                 megatron.sum_rotated_key(module)
                 for name, param in module.named_parameters():
-                    of_queries = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")
-                    vars(param)["is_of_latent"] = of_queries
+                    vars(param)["is_of_latent"] = "q_layernorm" in as_in_local_layers(f"self_attention.{name}")

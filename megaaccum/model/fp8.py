@@ -67,7 +67,7 @@ class Fp8:
 
     def begin_attempt(self) -> None:
         """Let each chunk's next first micro-batch quantize its weights, once, and forget the state of a flush that
-        failed. Call it before the first flush of an attempt at a step, or of an evaluation."""
+        failed. Call it before the first flush of an attempt at a step, or of an evaluation while no step is open."""
         self._to_quantize = set(range(len(self._histories)))
         self._backward_of = None
         self._recompute.clear()

@@ -25,8 +25,7 @@ class NormGuard:
         """The largest norm that passes; infinite while the guard is off or has not seen `window` steps."""
         if self.action == "off" or self._count < self._window:
             return math.inf
-        deviation = max(math.sqrt(self._variance), LEAST_DEVIATION * self._mean)
-        return self._mean + self._deviations * deviation
+        return self._mean + self._deviations * max(math.sqrt(self._variance), LEAST_DEVIATION * self._mean)
 
     def judge(self, norm: float) -> str | None:
         """A sentence when `norm` (finite) is above the limit, else None. A norm that is let pass enters the averages,

@@ -68,8 +68,7 @@ def _mark(plan: Plan, wanted: set[str], chunks: list[torch.nn.Module]) -> None:
     at_owner = plan.config.optimizer.optimizer == "soap" or owners.at_owners(plan.config, plan.batch.num_microbatches)
     for name, param in names.named_parameters(chunks):
         if name in wanted:
-            parts = parts_of(plan, name, param, chunks[0].config)
-            names.mark_matrix(param, parts, at_owner=at_owner)
+            names.mark_matrix(param, parts_of(plan, name, param, chunks[0].config), at_owner=at_owner)
 
 
 def matrices_of(keys: OptimizerConfig, chunks: list[torch.nn.Module]) -> tuple[set[str], list[int]]:

@@ -17,8 +17,7 @@ Table = Sequence[Sequence[Item]]
 
 def gpipe(pp: int, num_microbatches: int) -> Table:
     """All forwards, then all backwards in the same order."""
-    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]
-    return [passes] * pp
+    return [[Action(kind, 0, m) for kind in ("F", "B") for m in range(num_microbatches)]] * pp
 
 
 def one_forward_one_backward(pp: int, num_microbatches: int) -> Table:

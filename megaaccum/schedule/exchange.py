@@ -106,5 +106,4 @@ def exchanges(schedule: Schedule, simulation: Simulation, costs: Costs, rank: in
             if each.kind != "W":
                 of[each.kind != "F"] = costs.layers[schedule.stage(rank, each)]
         for kind, of_forward, layer, (first, last) in together(*of).exchanges:
-            which = passes[0] if of_forward else passes[-1]
-            yield Exchange(kind, layer, which), (start + first, start + last)
+            yield Exchange(kind, layer, passes[0 if of_forward else -1]), (start + first, start + last)

@@ -102,8 +102,7 @@ def _missing(schedule: Schedule, state: bytearray) -> str:
     """Names the first action that is missing."""
     at = next(i for i, value in enumerate(state) if value != 3)
     chunk, microbatch = divmod(at, schedule.num_microbatches)
-    kind = {0: "F", 1: "I", 2: "W"}[state[at]]
-    missing = Action(kind, chunk, microbatch)  # type: ignore[arg-type]
+    missing = Action("FIW"[state[at]], chunk, microbatch)  # type: ignore[arg-type]
     return f"{missing.describe()} is missing"
 
 

@@ -58,8 +58,10 @@ def build(
     if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
-    for chunk in chunks if sharding.sync == "streaming" else ():
-        _run_every_layer(chunk)
+    if sharding.sync == "streaming":
+        for chunk in chunks:
+            _run_every_layer(chunk)
+        backend.observers = [_EveryCall(chunks)]
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
     optimizer.register_step_pre_hook(lambda *_: backend.memory.measure(backend.tensors))
     return backend
@@ -75,6 +77,27 @@ def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
     }[module]  # fmt: skip
     kind: Callable[..., ShardingBackend] = getattr(importlib.import_module(f"megaaccum.sharding.{module}"), name)
     return kind
+
+
+class _EveryCall:
+    """Raises FlushError at the end of a forward step that calls no part of its chunk: the others' gathers of layers
+    would wait for this rank's until their timeout."""
+
+    def __init__(self, chunks: list[torch.nn.Module]):
+        self._called = False
+        # A forward step may call the children or layers of a module of one's own one by one.
+        for module in {each for chunk in chunks for path, each in chunk.named_modules() if path.count(".") < 3}:
+            module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
+
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        self._called = False
+
+    def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
+        if not self._called:
+            raise FlushError(
+                f"sync streaming: the forward step of micro-batch {microbatch} does not call the model, and other ranks"
+                " would wait for its layers: call it (times 0, if it is not to count), or set sync to resident"
+            )
 
 
 def _run_every_layer(chunk: torch.nn.Module) -> None:

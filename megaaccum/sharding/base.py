@@ -7,7 +7,7 @@ the reduced gradient is. It does not divide (step/loss.py), take norms (step/gra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -86,6 +86,9 @@ class ShardingBackend(ABC):
     grad_sync_func: GradSync = None
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
+
+    observers: Sequence[object] = ()
+    """Observers of each micro-batch's forward step (step/forward_step.py)."""
 
     can_defer = True
     """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last

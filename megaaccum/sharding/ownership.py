@@ -153,8 +153,7 @@ class MatrixUpdates:
         self.owned = owners.assign(self._form, self._group.size(), holders.ranks, cost)
         mine = () if is_muon else self.owned[self._group.rank()]
         self.soap = {matrix: Soap(self._keys, matrix.rows, matrix.columns) for matrix in mine}
-        members = owners.rounds(self.owned, self._keys.muon_bucket_size)
-        self._rounds = [holders.round(each) for each in members]
+        self._rounds = [holders.round(each) for each in owners.rounds(self.owned, self._keys.muon_bucket_size)]
         self._stays = at_owners and all(form.num_tp == 1 for form in self._form.values())
         """Whether all that an owner needs is on it."""
         if at_owners:
@@ -235,8 +234,7 @@ class MatrixUpdates:
         """The tensor-parallel parts of this round's own matrices, whole and flat."""
         parts: dict[Matrix, list[torch.Tensor]] = {}
         for matrix in mine:
-            count = self._form[matrix].num_tp
-            parts[matrix] = list(transfer.received.new_empty(matrix.numel).chunk(count))
+            parts[matrix] = list(transfer.received.new_empty(matrix.numel).chunk(self._form[matrix].num_tp))
         for move, elements in transfer.arrived():
             parts[move.matrix][move.tp].narrow(0, move.run[1], move.numel).copy_(elements)
         return parts

@@ -43,8 +43,8 @@ class PartitionReducer:
     @classmethod
     def from_plan(cls, plan: Plan, group: dist.ProcessGroup, sums: AnyOrder) -> PartitionReducer:
         sharding = plan.config.sharding
-        crosses = group.size() > 1  # else nothing is to be rounded
-        dtype = names.DTYPES[sharding.grad_reduce_dtype if crosses else sharding.grad_accum_dtype]
+        # A group of one rank has nothing to round.
+        dtype = names.DTYPES[sharding.grad_reduce_dtype if group.size() > 1 else sharding.grad_accum_dtype]
         return cls(group, dtype, order=order_of(plan, group), sums=sums)
 
     def add(self, shares: list[Share]) -> None:

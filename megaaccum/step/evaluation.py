@@ -25,7 +25,8 @@ def forward(steps: TrainStep, batch: Microbatches) -> Tally:
     batch = call_agreement.with_lengths(batch, steps.plan, steps.groups.pp)
     steps.backend.gather()
     before = steps.fp8.snapshot()  # largest values are noted in every forward, and these are not the training's
-    steps.fp8.begin_attempt()
+    if steps.opened is None:  # the open step's flushes share one copy of each weight
+        steps.fp8.begin_attempt()
     training = [module for chunk in steps.chunks for module in chunk.modules() if module.training]
     for chunk in steps.chunks:
         chunk.eval()

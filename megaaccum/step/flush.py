@@ -21,7 +21,7 @@ def flush_arguments(
     interleaves = steps.plan.config.parallel.overlap_moe_expert_parallel_comm and steps.probe is None
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
-    observers: list[object] = [steps.observer.trace, steps.fp8, steps.backend.sums]
+    observers: list[object] = [steps.observer.trace, steps.fp8, steps.backend.sums, *steps.backend.observers]
     steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
     if steps.seeds.may_be_needed(batch.forward_step_func):
         observers.append(steps.seeds)

@@ -94,8 +94,6 @@ class TrainStep:
         """The factor on the losses of the step that runs, beside the loss scale."""
         window = plan.config.step.noise_scale_window
         self.noise_scale = NoiseScale(chunks, window) if window else None
-        self.last_weight = 0.0
-        """N of the last step by its sequences, 0 before one has ended."""
 
     @property
     def batch(self) -> BatchPlan:
@@ -299,7 +297,7 @@ class TrainStep:
         without what the observer has measured."""
         self.observer.phase("report")
         self.recovery.conclude(verdict)
-        self.last_weight = verdict.weight / self.batch.global_batch_size
+        self.transaction.last_weight = verdict.weight / self.batch.global_batch_size
         notes = opened.note, verdict.note, self.side_losses.note(verdict.weight / self.groups.dp.size())
         result = StepResult(
             step=opened.step, loss=verdict.loss, weight=verdict.weight, grad_norm=verdict.norm, skipped=verdict.skip,
@@ -378,8 +376,7 @@ class TrainStep:
             opened, self.opened = self.opened, None
             if opened is None:
                 raise StepError(f"step {step} has no gradient: call forward_backward before optim_step").printed_once()
-            attempt = self.reduce_and_measure(opened)
-            verdict = self.judge(opened, attempt)
+            verdict = self.judge(opened, self.reduce_and_measure(opened))
             self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
             result = self.commit(opened, verdict, stop=agreed.stop)
         return replace(result, **self.observer.pop()._asdict())

@@ -33,7 +33,8 @@ class Transaction:
     """Moves the learning rate and the counters of a run with its steps; the same on every rank.
 
     step: steps whose samples were consumed. num_updates: those of them that changed the weights. skipped_steps:
-    attempts that did not. consumed_samples: sequences, over all ranks.
+    attempts that did not. consumed_samples: sequences, over all ranks. last_weight: N of the last step by its
+    sequences, 0 before one has ended.
     """
 
     def __init__(self, plan: Plan, lr_schedule: LrSchedule | None):
@@ -41,6 +42,7 @@ class Transaction:
         self._ramp = plan.ramp
         self._lr_schedule = lr_schedule
         self.step = self.num_updates = self.skipped_steps = self.consumed_samples = 0
+        self.last_weight = 0.0
 
     @property
     def batch(self) -> BatchPlan:
@@ -77,11 +79,12 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"num_updates": self.num_updates, "skipped_steps": self.skipped_steps}
+        return {"num_updates": self.num_updates, "skipped_steps": self.skipped_steps, "last_weight": self.last_weight}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int, consumed_samples: int) -> None:
         """Go on where `state_dict` was taken, after `step`; {} (a checkpoint without one) counts each as an update."""
         self.step, self.consumed_samples = step, consumed_samples
         self.num_updates = int(state.get("num_updates", step))
         self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.last_weight = float(state.get("last_weight", 0.0))
         self._scale_lr()

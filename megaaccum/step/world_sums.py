@@ -67,7 +67,7 @@ def divisor_at_commit(steps: TrainStep, expected: float | None) -> Divisor:
     nominal, batch = None, steps.batch
     if steps.recovery.scaler is not None:
         expected = expected or float(batch.micro_batch_size * batch.seq_length)
-        nominal = (steps.last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
+        nominal = (steps.transaction.last_weight or expected / batch.micro_batch_size) * batch.global_batch_size
     return Divisor.at_commit(reduction_divisor=steps.backend.reduction_divisor, nominal=nominal)
 
 

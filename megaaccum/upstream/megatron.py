@@ -54,8 +54,7 @@ def check() -> list[str]:
 def held_groups() -> dict[str, Any]:
     """Everything that Megatron's parallel_state holds: the globals of its module (megatron-core 0.19). It has no way to
     hold the groups of two layouts."""
-    held = vars(parallel_state)
-    return {name: held[name] for name in _names_of_groups()}
+    return {name: vars(parallel_state)[name] for name in _names_of_groups()}
 
 
 @functools.cache

@@ -200,3 +200,47 @@ def fifty_steps(overflows: list[bool]) -> tuple[list[float], list[bool]]:
         with injected([Fault(number % 2, number % 4)] if overflow else [], rig.chunks):
             results.append(rig.train(step=number, first=4 * number))
     return [r.loss_scale for r in results], [r.skipped for r in results]
+
+
+def resumed_where_few_tokens_count(folder: str) -> tuple[list[str], list[str]]:
+    """(names of weights that differ from those of a run without a break after the step that follows a resume; the
+    same between two runs without)."""
+    from megaaccum import Plan, initialize
+
+    def forward_step(data, model):
+        return model(next(data)), lambda output: (output.float().sum() * 2.0**-20, 1, {})
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).half()
+        plan = Plan.of(
+            batch=dict(micro_batch_size=1, seq_length=64),
+            sharding=dict(backend="ddp", fp16=True),
+            step=dict(loss_scale=1.0),
+        )
+        return initialize(plan, model, forward_step_func=forward_step, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
+
+    def step(engine, number: int) -> None:
+        engine.forward_backward([torch.full((1, 8), 0.1 * number, dtype=torch.half)])
+        engine.optim_step()
+
+    def whole(engine) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in engine.whole_weights()}
+
+    found = []
+    for cut in (False, False, True):
+        engine = made()
+        for number in (1, 2, 3):
+            if cut and number == 3:
+                engine.save(folder)
+                engine = made()
+                assert engine.load(folder)
+            step(engine, number)
+        found.append(whole(engine))
+    uncut, again, resumed = found
+    return differences(uncut, resumed), differences(uncut, again)
+
+
+def test_the_step_after_a_resume_scales_its_loss_as_the_run_without_a_break(tmp_path):
+    """Its weight is known at its end: the power of two is that of the last step's, which a checkpoint has to keep."""
+    assert run_ranks(resumed_where_few_tokens_count, 1, str(tmp_path), timeout=60) == [([], [])]

@@ -234,6 +234,47 @@ def test_a_layer_that_a_rank_leaves_out_ends_a_run_that_gathers_layer_by_layer(b
     assert last is not None and last.kind == "FlushError" and "run other layers of this chunk (1, from 0" in last.text
 
 
+def without_a_call(backend: str, microbatch: int) -> None:
+    """A step in which rank 1's forward step does not call the model in one micro-batch."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, hidden):
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    def forward_step(data, model):
+        batch = next(data)
+        if not batch:
+            return torch.zeros((), requires_grad=True), lambda output: (output, 0, {})
+        return model(batch["x"]), lambda output: (output.square().sum(), 1, {})
+
+    batch = dict(micro_batch_size=1, seq_length=8, grad_accum_steps=2)
+    plan = Plan.of(batch=batch, sharding=dict(backend=backend, sync="streaming"))
+    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    data = [dict(x=torch.randn(1, 8)) for _ in range(2)]
+    if torch.distributed.get_rank() == 1:
+        data[microbatch] = {}
+    engine.train_step(data)
+
+
+@pytest.mark.parametrize(("backend", "microbatch"), [("deepspeed", 0), ("deepspeed", 1), ("fsdp2", 1)])
+def test_a_forward_step_that_does_not_call_the_model_ends_a_run_that_gathers_layer_by_layer(backend, microbatch):
+    """The other rank waited to gather a layer until the timeout."""
+    ends = try_ranks(without_a_call, 2, backend, microbatch, timeout=40)
+    assert all(end.failed and not end.ended_by_harness for end in ends)
+    last = ends[1].error
+    assert last is not None and last.kind == "FlushError"
+    assert f"the forward step of micro-batch {microbatch} does not call the model" in last.text
+
+
 def test_a_rank_that_trains_nothing_ends_all_with_one_message():
     case = Case(2, PLAIN + "--pipeline_model_parallel_size 2", SMALL)
     ends = try_ranks(no_gradient.gradients, 2, [case], no_gradient.frozen_stage)
