@@ -208,12 +208,9 @@ def _mock_datasets(plan: Plan, train_samples: int) -> Datasets:
     digest = digest_of(facts)
     corpora = [Corpus(digest, 1.0, lambda number: _mock(plan, vocabulary, _TRAIN, 1, run.seed + number))]
 
-    def own_order(count: int) -> SampleDataset:
-        return _mock(plan, vocabulary, _TRAIN, count, run.seed)
-
     valid = _mock(plan, vocabulary, _VALID, valid_batches * batch, run.seed) if valid_batches else None
     return Datasets(
-        train=Order([Span(0, train_samples)], corpora, own_order),
+        train=Order([Span(0, train_samples)], corpora, lambda count: _mock(plan, vocabulary, _TRAIN, count, run.seed)),
         valid=valid,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
