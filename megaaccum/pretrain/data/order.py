@@ -168,7 +168,7 @@ class _Blend:
 
 
 def _names(corpora: list[Corpus]) -> list[str]:
-    """The digest of each corpus; one that is there several times has a number behind it from the second on."""
+    """The digest of each corpus; where one comes again, with a number after it."""
     digests = [corpus.digest for corpus in corpora]
     return [f"{each}:{n}" if (n := digests[:at].count(each)) else each for at, each in enumerate(digests)]
 

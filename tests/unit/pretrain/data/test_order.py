@@ -85,7 +85,7 @@ def test_a_corpus_that_is_there_twice_goes_on_from_two_places(tmp_path, corpora)
     more = first_tokens(resumed(long, short, 40, 80), 0, 80)
     assert sorted(Counter(more).values()) == [1] * 40 + [2] * 20, "60 samples of one copy, of which 20 are in the other"
     third = resumed(data(tmp_path, ["0.25", corpora[0], *blend], 20), short, 40, 80)
-    assert not set(first_tokens(short, 0, 10)) & set(first_tokens(third, 40, 80)), "one copy more continues as the first"
+    assert not set(first_tokens(short, 0, 10)) & set(first_tokens(third, 40, 80)), "a new copy continues as the first"
 
 
 def test_a_start_after_that_goes_on_in_the_new_blend(tmp_path, corpora):
