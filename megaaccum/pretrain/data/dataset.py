@@ -233,13 +233,12 @@ def _chat_datasets(plan: Plan, train_samples: int) -> Datasets:
     if valid:
         samples = epoch_samples([len(part.rows) for part in valid_parts], [part.weight for part in valid_parts])
         valid_batches = min(run.eval_iters, max(1, samples // batch))
-    content = [facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]
     return Datasets(
         train=Order([Span(0, train_samples, {})], train),
         valid=Order([Span(0, valid_batches * batch, {})], valid) if valid else None,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
-        digest=digest_of(content),
+        digest=digest_of([facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]),
         facts=facts,
     )
 
@@ -420,6 +419,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
     if data.fim_data:
         (kind, config_kind), more = fim.dataset_classes(), fim.settings(data)
         tokenizer._tokenizer = fim.FIMTokenizer(request.plan.config)
+        tokenizer.pad = tokenizer._tokenizer.tokens_to_ids(data.fim_pad_token)
     source = (sources.valid if part == _VALID else None) or sources.train
     blend = (source.prefixes, source.weights)
     config = config_kind(
@@ -449,10 +449,12 @@ def _forms(plan: Plan) -> dict[str, Any]:
 
 
 class _MegatronTokenizer:
-    """The three names that GPTDataset reads from a tokenizer. There is no `pad`: samples are never padded."""
+    """The names that GPTDataset reads from a tokenizer."""
 
     _tokenizer: fim.FIMTokenizer
     """For fill in the middle."""
+    pad: int
+    """Likewise, where this token fills up a sample and does not count; no other samples are padded."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocab_size = vocabulary.size
