@@ -156,10 +156,6 @@ def _form(state: StatePiece, groups: Groups) -> tuple[tuple[int, ...], Cut]:
     return tuple(names.whole_shape(state.param, groups)), Cut.from_param(state.param, groups)
 
 
-def _start(piece: Piece) -> int:
-    return piece.start
-
-
 class StoredPieces:
     """The pieces of a checkpoint, by parameter, kind and cut."""
 
@@ -183,7 +179,7 @@ class StoredPieces:
             if kind != "param":
                 self._kinds.setdefault(name, set()).add(kind)
             for pieces in by_cut.values():
-                pieces.sort(key=_start)
+                pieces.sort(key=lambda piece: piece.start)
 
     @property
     def numel(self) -> int:
@@ -230,8 +226,8 @@ class StoredPieces:
             if not cut.meets(wanted.cut):
                 continue
             pieces = by_cut.get(cut, [])
-            for index in range(max(bisect.bisect_right(pieces, position, key=_start) - 1, 0), len(pieces)):
-                piece = pieces[index]
+            before = bisect.bisect_right(pieces, position, key=lambda piece: piece.start)
+            for piece in pieces[max(before - 1, 0) :]:
                 if position >= stop or not piece.start <= position < piece.stop:
                     break
                 found.append((piece, position, min(piece.stop, stop)))

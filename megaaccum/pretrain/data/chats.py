@@ -136,6 +136,11 @@ class ChatTokenizer:
             parts = [str(each["content"]) for each in chat.messages if isinstance(each["content"], list)]
             if raw := [each for each in parts if each in text]:
                 raise DataError(f"{where}: the chat template writes {raw[0][:80]} as it is: make it a text")
+            functions = [*(chat.tools or ()), *(call for m in chat.messages for call in m.get("tool_calls") or ())]
+            if lost := [name for f in functions if (name := f.get("function", f).get("name", "")) not in text]:
+                raise DataError(
+                    f"{where}: the chat template leaves out the function {lost[0]}: give one that writes it"
+                )
             ids, begins = self._ids(text)
             if only_responses and _MARKS.search(self.template):
                 return ids, self._marked(chat, begins)

@@ -208,12 +208,9 @@ def _mock_datasets(plan: Plan, train_samples: int) -> Datasets:
     digest = digest_of(facts)
     corpora = [Corpus(digest, 1.0, lambda number: _mock(plan, vocabulary, _TRAIN, 1, run.seed + number))]
 
-    def own_order(count: int) -> SampleDataset:
-        return _mock(plan, vocabulary, _TRAIN, count, run.seed)
-
     valid = _mock(plan, vocabulary, _VALID, valid_batches * batch, run.seed) if valid_batches else None
     return Datasets(
-        train=Order([Span(0, train_samples)], corpora, own_order),
+        train=Order([Span(0, train_samples)], corpora, lambda count: _mock(plan, vocabulary, _TRAIN, count, run.seed)),
         valid=valid,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
@@ -236,13 +233,12 @@ def _chat_datasets(plan: Plan, train_samples: int) -> Datasets:
     if valid:
         samples = epoch_samples([len(part.rows) for part in valid_parts], [part.weight for part in valid_parts])
         valid_batches = min(run.eval_iters, max(1, samples // batch))
-    content = [facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]
     return Datasets(
         train=Order([Span(0, train_samples, {})], train),
         valid=Order([Span(0, valid_batches * batch, {})], valid) if valid else None,
         valid_batches=valid_batches,
         vocabulary=vocabulary,
-        digest=digest_of(content),
+        digest=digest_of([facts | {"data": ""}, [(corpus.digest, corpus.weight) for corpus in train]]),
         facts=facts,
     )
 
@@ -423,6 +419,7 @@ def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int
     if data.fim_data:
         (kind, config_kind), more = fim.dataset_classes(), fim.settings(data)
         tokenizer._tokenizer = fim.FIMTokenizer(request.plan.config)
+        tokenizer.pad = tokenizer._tokenizer.tokens_to_ids(data.fim_pad_token)
     source = (sources.valid if part == _VALID else None) or sources.train
     blend = (source.prefixes, source.weights)
     config = config_kind(
@@ -452,10 +449,12 @@ def _forms(plan: Plan) -> dict[str, Any]:
 
 
 class _MegatronTokenizer:
-    """The three names that GPTDataset reads from a tokenizer. There is no `pad`: samples are never padded."""
+    """The names that GPTDataset reads from a tokenizer."""
 
     _tokenizer: fim.FIMTokenizer
     """For fill in the middle."""
+    pad: int
+    """Likewise, where this token fills up a sample and does not count; no other samples are padded."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocab_size = vocabulary.size

@@ -72,6 +72,11 @@ def digest_of(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
+def digest_of_file(path: Path) -> str:
+    """A short digest of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target` in which files are written aside; it is gone after the block, come what may.
@@ -93,9 +98,8 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 def _claim(folder: Path) -> int:
     """A locked handle of `folder`, which is made, or emptied of a dead process's leavings."""
-    handle = None
-    while handle is None:
-        handle = _try_claim(folder)
+    while (handle := _try_claim(folder)) is None:
+        pass
     for left in folder.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return handle

@@ -59,9 +59,8 @@ class FIMTokenizer:
         """Raise DataError if no tokenizer encodes text, or if it lacks one of the tokens."""
         data = config.data
         self._tokenizer: tokenizers.Tokenizer = read_run_tokenizer(config, "fim_data")
-        wanted = {f"fim_{part}_token": getattr(data, f"fim_{part}_token") for part in _PARTS}
-        if data.fim_split_sample is not None:
-            wanted["fim_split_sample"] = data.fim_split_sample
+        keys = [*(f"fim_{part}_token" for part in _PARTS), "fim_split_sample"]
+        wanted = {key: token for key in keys if (token := getattr(data, key)) is not None}
         missing = [f"{key} {token}" for key, token in wanted.items() if self._tokenizer.token_to_id(token) is None]
         if missing:
             raise DataError(

@@ -55,7 +55,7 @@ class Corpus:
 @dataclass(frozen=True, slots=True)
 class Span:
     """From sample `start` of the run on, `count` samples of one order. used: how many samples of each corpus, by its
-    digest, came before; None for Megatron's own order of `count` samples."""
+    name (`_names`), came before; None for Megatron's own order of `count` samples."""
 
     start: int
     count: int
@@ -91,10 +91,10 @@ class Order:
         return self._parts[at][index - self.spans[at].start]
 
     def used(self, stop: int) -> dict[str, int]:
-        """Samples of each corpus, by its digest, among those of the run before `stop`."""
+        """Samples of each corpus, by its name (`_names`), among those of the run before `stop`."""
         at = max(0, bisect_right([span.start for span in self.spans], max(stop - 1, 0)) - 1)
         counts = self._parts[at].used(stop - self.spans[at].start)
-        return {corpus.digest: count for corpus, count in zip(self._corpora, counts, strict=True)}
+        return dict(zip(_names(self._corpora), counts, strict=True))
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Plain numbers: the spans from sample `consumed` on, and what has been used of each corpus before."""
@@ -145,7 +145,8 @@ class _Blend:
         from megatron.core.datasets import helpers
 
         assert span.used is not None
-        self._corpora, self._before = corpora, [span.used.get(corpus.digest, 0) for corpus in corpora]
+        used = span.used  # a copy that is new continues from where the first was
+        self._corpora, self._before = corpora, [used.get(n, used.get(n.partition(":")[0], 0)) for n in _names(corpora)]
         weights = np.array([corpus.weight for corpus in corpora], dtype=np.float64)
         self._corpus = np.zeros(span.count, dtype=np.int16)
         self._number = np.zeros(span.count, dtype=np.int64)
@@ -164,6 +165,12 @@ class _Blend:
         """Samples of each corpus before the first `count` are over."""
         drawn = _drawn(self._corpus, count, len(self._corpora))
         return [before + number for before, number in zip(self._before, drawn, strict=True)]
+
+
+def _names(corpora: list[Corpus]) -> list[str]:
+    """The digest of each corpus; where one comes again, with a number after it."""
+    digests = [corpus.digest for corpus in corpora]
+    return [f"{each}:{n}" if (n := digests[:at].count(each)) else each for at, each in enumerate(digests)]
 
 
 def _drawn(which: Any, count: int, num_corpora: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.errors import DataError
-from megaaccum.pretrain.data.files import disk_errors, with_suffix
+from megaaccum.pretrain.data.files import digest_of_file, disk_errors, with_suffix
 from megaaccum.texts import read_text
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ _DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", _DEEPSEEK_END, "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
 """That token in known tokenizers: GPT-2 and Qwen have the first, Llama 3 the second, Llama 2 </s>, Gemma <eos>."""
 
-_BYTES = 256
+_BYTES, _PARALLEL = 256, "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +111,7 @@ def _read_vocabulary(path: Path) -> Vocabulary:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise DataError(f"tokenizer {path} has an empty vocabulary")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return Vocabulary(size=max(ids) + 1, eod=end_of_document(tokenizer), digest=digest)
+    return Vocabulary(size=max(ids) + 1, eod=end_of_document(tokenizer), digest=digest_of_file(path))
 
 
 def end_of_document(tokenizer: tokenizers.Tokenizer) -> int | None:
@@ -181,12 +179,10 @@ def single_threaded() -> Iterator[None]:
 
     Its thread pool makes every later fork of the process print a warning, and megaaccum has processes for speed.
     """
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    before = {name: value for name, value in os.environ.items() if name == _PARALLEL}
+    os.environ[_PARALLEL] = "false"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        del os.environ[_PARALLEL]
+        os.environ.update(before)

@@ -6,12 +6,12 @@ Training reads token ids, so nothing else of a tokenizer is needed.
 from __future__ import annotations
 
 import base64
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data import tokenizer
+from megaaccum.pretrain.data.files import digest_of_file
 from megaaccum.pretrain.data.tokenizer import END_OF_DOCUMENT, Vocabulary
 from megaaccum.texts import parse_json, read_text
 
@@ -61,7 +61,7 @@ def _read_hugging_face(path: Path) -> Vocabulary:
 def _read_gpt2(path: Path) -> Vocabulary:
     try:
         ids = parse_json(read_text(path))
-        return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=_digest(path))
+        return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=digest_of_file(path))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"vocab_file {path} is not GPT-2's vocab.json, a JSON object of tokens and ids: {error}"
@@ -81,7 +81,7 @@ def _read_sentencepiece(path: Path) -> Vocabulary:
     except (OSError, RuntimeError) as error:
         raise DataError(f"tokenizer {path} is not a SentencePiece model: {error}") from error
     return Vocabulary(
-        size=model.vocab_size(), eod=model.eos_id() if model.eos_id() >= 0 else None, digest=_digest(path)
+        size=model.vocab_size(), eod=model.eos_id() if model.eos_id() >= 0 else None, digest=digest_of_file(path)
     )
 
 
@@ -94,10 +94,6 @@ def _read_tiktoken(path: Path) -> Vocabulary:
         entries = parse_json(read_text(path))
         for entry in entries[:1]:
             base64.b64decode(entry["token_bytes"], validate=True)
-        return Vocabulary(size=TIKTOKEN_SIZE, eod=TIKTOKEN_EOD, digest=_digest(path))
+        return Vocabulary(size=TIKTOKEN_SIZE, eod=TIKTOKEN_EOD, digest=digest_of_file(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"tokenizer {path} is no tiktoken vocabulary in JSON (rank, token_bytes): {error}") from error
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

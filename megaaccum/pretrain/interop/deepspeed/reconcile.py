@@ -56,6 +56,11 @@ class Reconciler:
                 f"deepspeed.{path} is {value} and {key} is {ours}: make them equal, or leave one of them out."
             )
 
+    def default(self, path: str, value: object, key: str, *rivals: str) -> None:
+        """Reconcile what `path`, which the JSON leaves out, is in DeepSpeed, unless `key` or a rival was written."""
+        if not _by_key(self.config, key, *rivals):
+            self.same(f"{path}{_BY_DEFAULT}", value, key)
+
     def refuse(self, path: str, value: object, instead: str) -> None:
         """Report that `path` of the JSON is not supported, and what to write instead."""
         shown = "(a block)" if isinstance(value, dict) else value
@@ -157,12 +162,12 @@ def _precision(reconciler: Reconciler, name: str, value: object) -> None:
     reconciler.same(f"{name}.enabled", block.get("enabled"), key)
     if any(block.get(inner) for inner in BF16_OPTIMIZER):
         reconciler.same(f"{name}.{next(iter(BF16_OPTIMIZER))}", "bf16", "optimizer_dtype")
-    enabled = block.get("enabled")
-    if name == "fp16" and enabled is not False and (enabled != "auto" or reconciler.config.sharding.fp16):
+    if name == "fp16" and reconciler.config.sharding.fp16:
         _loss_scale(reconciler, block)
 
 
-_LOSS_SCALE_KEYS = ("loss_scale_window", "hysteresis", "min_loss_scale")
+_LOSS_SCALE_KEYS = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
+"""Keys of the same name, with DeepSpeed's defaults."""
 
 
 def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
@@ -177,8 +182,11 @@ def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.notes.append(f"deepspeed.fp16.{', '.join(moving)}: no effect beside loss_scale {fixed:g}.")
     elif isinstance(power, int):
         reconciler.same("fp16.initial_scale_power", 2.0**power, "initial_loss_scale")
-    for key in _LOSS_SCALE_KEYS if not fixed else ():
-        reconciler.same(f"fp16.{key}", block.get(key), key)
+    for key, theirs in _LOSS_SCALE_KEYS.items() if not fixed else ():
+        if key in block:
+            reconciler.same(f"fp16.{key}", block[key], key)
+        else:
+            reconciler.default(f"fp16.{key}", theirs, key)
     for inner, instead in (
         ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
         ("auto_cast", "Megatron's layers take token numbers; leave it out"),
@@ -272,7 +280,6 @@ _SCHEDULER_KEYS = {
 }
 _SHARES = {"cos_min_ratio": "min_lr", "warmup_min_ratio": "lr_warmup_init"}
 """Parameters that are shares of lr."""
-_SCHEDULER_DEFAULTS = {"warmup_num_steps": 1000}
 _DEFAULTS_OF_STYLE = {"cosine": {"cos_min_ratio": 0.0001}, "linear": {"warmup_max_lr": 0.001}}
 """DeepSpeed's defaults where megaaccum's differ."""
 _BY_DEFAULT = " (DeepSpeed's default)"
@@ -289,19 +296,21 @@ def _optimizer(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.refuse("optimizer.type", kind or "(missing)", "the optimizer is AdamW; set it to AdamW")
         return
     params = block.get("params") or {}
-    if "weight_decay" not in params and not _by_key(reconciler.config, "weight_decay", "start_weight_decay"):
+    if "weight_decay" not in params:
         theirs = 0.01 if params.get("torch_adam") else 0.0
-        reconciler.same(f"optimizer.params.weight_decay{_BY_DEFAULT}", theirs, "weight_decay")
+        reconciler.default("optimizer.params.weight_decay", theirs, "weight_decay", "start_weight_decay")
+    # "auto" is the rate of a program around DeepSpeed, which has a schedule of its own.
+    if "scheduler" not in reconciler.config.deepspeed and params.get("lr", "auto") != "auto":
+        reconciler.default("scheduler", "constant", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "min_lr")
     for name, value in params.items():
         path = f"optimizer.params.{name}"
         if name in _OPTIMIZER_KEYS:
             reconciler.same(path, value, _OPTIMIZER_KEYS[name])
         elif name == "betas":
             _betas(reconciler, path, value)
-        elif name in _ONLY_VALUE:
-            if value != _ONLY_VALUE[name]:
-                reconciler.refuse(path, value, f"the optimizer is AdamW; set it to {str(_ONLY_VALUE[name]).lower()}")
-        elif name not in _IMPLEMENTATION:
+        elif name in _ONLY_VALUE and value != _ONLY_VALUE[name]:
+            reconciler.refuse(path, value, f"the optimizer is AdamW; set it to {str(_ONLY_VALUE[name]).lower()}")
+        elif name not in _IMPLEMENTATION | _ONLY_VALUE.keys():
             reconciler.refuse(path, value, "AdamW takes lr, betas, eps and weight_decay; leave it out")
 
 
@@ -330,16 +339,11 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         reconciler.notes.append(_LINEAR)
     elif shape not in ("linear", "auto"):
         reconciler.refuse("scheduler.params.warmup_type", shape, "Megatron's warm-up is linear; set it to linear")
-    theirs = _SCHEDULER_DEFAULTS | _DEFAULTS_OF_STYLE.get(style, {})
     known = _SCHEDULER_KEYS | _SHARES
-    rivals = {"lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples")}
-    left_out = {
-        name: value
-        for name, value in theirs.items()
-        if name not in params and not _by_key(reconciler.config, known[name], *rivals.get(known[name], ()))
-    }
-    for name, value in left_out.items():
-        _scheduler_param(reconciler, name, value, _BY_DEFAULT)
+    rivals = {"warmup_num_steps": ("lr_warmup_fraction", "lr_warmup_samples")}
+    for name, value in ({"warmup_num_steps": 1000} | _DEFAULTS_OF_STYLE.get(style, {})).items():
+        if name not in params and not _by_key(reconciler.config, known[name], *rivals.get(name, ())):
+            _scheduler_param(reconciler, name, value, _BY_DEFAULT)
     for name, value in params.items():
         _scheduler_param(reconciler, name, value)
     if style == "linear":  # which decays to the rate at which the warm-up began

@@ -48,6 +48,28 @@ def test_responses_count(tmp_path):
     assert counted(tokenizer, {"messages": TALK}, only_responses=False).startswith("<|im_start|>user\na b")
 
 
+def test_a_template_that_leaves_out_functions_or_calls_is_refused(tmp_path):
+    """The response would be empty, and the model learn to say nothing where it should call a function."""
+    weather = {"type": "function", "function": {"name": "weather", "arguments": {"place": "a"}}}
+    called = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [weather]}]
+    calls = "{% for each in message.tool_calls or [] %}<call>{{ each.function.name }}{% endfor %}<|im_end|>"
+    shown = "{% for each in tools or [] %}{{ each.function.name }}{% endfor %}" + CHATML
+    plain, calling, showing = (
+        tokenizer_of(tmp_path / name, template)
+        for name, template in (("a", CHATML), ("b", CHATML.replace("<|im_end|>", calls)), ("c", shown))
+    )
+    assert counted(calling, {"messages": called}) == "<call>weather<|im_end|>\n"
+    assert counted(showing, {"messages": TALK, "tools": [weather]}) == "cd<|im_end|>\n"
+    assert counted(plain, {"messages": TALK, "tools": []}) == "cd<|im_end|>\n"
+    for tokenizer, record in (
+        (plain, {"messages": called}),
+        (plain, {"messages": TALK, "tools": [weather]}),
+        (calling, {"messages": TALK, "tools": [weather]}),
+    ):
+        with pytest.raises(DataError, match="here: the chat template leaves out the function weather"):
+            counted(tokenizer, record)
+
+
 def test_a_template_that_marks_responses_decides(tmp_path):
     tokenizer = tokenizer_of(tmp_path, MARKED)
     assert counted(tokenizer, {"messages": TALK * 2}) == "cd<|im_end|>" * 2

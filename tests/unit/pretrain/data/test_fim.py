@@ -43,6 +43,22 @@ def sample(data, index: int) -> list[int]:
     return [*found["tokens"].tolist(), int(found["labels"][-1])]
 
 
+def test_tokens_that_fill_up_a_sample_do_not_count(tmp_path: Path) -> None:
+    """A text is shorter when it is tokenized again, as that of special tokens or of another tokenizer's merges."""
+    texts = sentences(80)
+    tokenizer = train_tokenizer(texts, 320)
+    tokenizer.add_special_tokens(list(TOKENS))
+    letters = [[token for letter in text for token in tokenizer.encode(letter).ids] for text in texts]
+    tokenizer.save(str(tmp_path / "corpus.tokenizer.json"))
+    data = built(write_pair(tmp_path / "corpus", letters), fim_rate=1.0)
+    samples = [data.train[index] for index in range(len(data.train))]
+    counted = [sample["loss_mask"].long() for sample in samples]
+    assert sum(int(each.sum()) for each in counted) < SEQ * len(samples) / 2, "texts became shorter"
+    assert all(bool((each.diff() <= 0).all()) for each in counted), "what does not count is the end of a sample"
+    pad = tokenizer.token_to_id("<fim_pad>")
+    assert not any(bool((sample["labels"] == pad).any()) for sample in samples), "Megatron writes 0 in their place"
+
+
 def parts(ids: list[int], at: int) -> list[list[int]]:
     """Token ids between those that are `at`."""
     found: list[list[int]] = [[]]

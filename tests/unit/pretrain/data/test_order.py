@@ -79,6 +79,15 @@ def test_a_new_blend_goes_on_where_each_corpus_was(tmp_path, corpora):
     assert set(first_tokens(data(tmp_path, [a], 25), 0, 76)) == {token for token in seen + coming if token < TOKENS}
 
 
+def test_a_corpus_that_is_there_twice_goes_on_from_two_places(tmp_path, corpora):
+    blend = ["0.75", corpora[0], "0.25", corpora[0]]
+    short, long = (data(tmp_path, blend, train_iters) for train_iters in (10, 20))
+    more = first_tokens(resumed(long, short, 40, 80), 0, 80)
+    assert sorted(Counter(more).values()) == [1] * 40 + [2] * 20, "60 samples of one copy, of which 20 are in the other"
+    third = resumed(data(tmp_path, ["0.25", corpora[0], *blend], 20), short, 40, 80)
+    assert not set(first_tokens(short, 0, 10)) & set(first_tokens(third, 40, 80)), "a new copy continues as the first"
+
+
 def test_a_start_after_that_goes_on_in_the_new_blend(tmp_path, corpora):
     a, b, _ = corpora
     old = data(tmp_path, ["0.75", a, "0.25", b], 25)

@@ -346,6 +346,34 @@ def test_keys_that_move_the_scale_have_no_effect_beside_a_fixed_one() -> None:
     assert (auto.initial_loss_scale, auto.hysteresis) == (2048.0, 3)
 
 
+def test_a_dynamic_loss_scale_of_which_the_json_says_little_is_deepspeeds() -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    theirs, settled = DeepSpeedFP16Config(enabled=True), plan(2, deepspeed={"fp16": {"enabled": True}})
+    step = settled.config.step
+    assert step.initial_loss_scale == theirs.initial_dynamic_scale()
+    assert (step.loss_scale_window, step.hysteresis) == (theirs.loss_scale_window, theirs.hysteresis)
+    assert step.min_loss_scale == theirs.min_loss_scale
+    assert "hysteresis 2 is taken from deepspeed.fp16.hysteresis (DeepSpeed's default)." in settled.notes
+    written = plan(2, deepspeed={"fp16": {"enabled": True}}, hysteresis=1, loss_scale_window=2000).config.step
+    assert (written.loss_scale_window, written.hysteresis) == (2000, 1)
+    for block in ({"loss_scale": 0}, {"enabled": False}, {"enabled": "auto"}):
+        assert plan(2, deepspeed={"fp16": block}).config.step == plan(2).config.step
+    fixed = plan(2, deepspeed={"fp16": {"enabled": True, "loss_scale": 128}})
+    assert not any("DeepSpeed's default" in note for note in fixed.notes)
+
+
+def test_an_optimizer_without_a_scheduler_keeps_its_rate_as_deepspeeds_does() -> None:
+    settled = plan(2, deepspeed=adam(lr=1e-3))
+    assert settled.config.optimizer.lr_decay_style == "constant"
+    note = "lr_decay_style constant is taken from deepspeed.scheduler (DeepSpeed's default)."
+    assert note in settled.notes
+    for key, value in (("lr_decay_style", "cosine"), ("min_lr", 1e-4), ("lr_decay_iters", 50)):
+        assert plan(2, deepspeed=adam(lr=1e-3), **{key: value}).config.optimizer.lr_decay_style != "constant"
+    auto = plan(2, deepspeed=adam(lr="auto")).config.optimizer  # the rate is that of the program around it
+    assert auto.lr_decay_style == plan(2).config.optimizer.lr_decay_style
+
+
 def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: Path) -> None:
     """Megatron-DeepSpeed builds its own by the flags, and DeepSpeed takes those."""
     import json
