@@ -156,6 +156,10 @@ def _form(state: StatePiece, groups: Groups) -> tuple[tuple[int, ...], Cut]:
     return tuple(names.whole_shape(state.param, groups)), Cut.from_param(state.param, groups)
 
 
+def _start(piece: Piece) -> int:
+    return piece.start
+
+
 class StoredPieces:
     """The pieces of a checkpoint, by parameter, kind and cut."""
 
@@ -179,7 +183,7 @@ class StoredPieces:
             if kind != "param":
                 self._kinds.setdefault(name, set()).add(kind)
             for pieces in by_cut.values():
-                pieces.sort(key=lambda piece: piece.start)
+                pieces.sort(key=_start)
 
     @property
     def numel(self) -> int:
@@ -226,8 +230,8 @@ class StoredPieces:
             if not cut.meets(wanted.cut):
                 continue
             pieces = by_cut.get(cut, [])
-            before = bisect.bisect_right(pieces, position, key=lambda piece: piece.start)
-            for piece in pieces[max(before - 1, 0) :]:
+            for index in range(max(bisect.bisect_right(pieces, position, key=_start) - 1, 0), len(pieces)):
+                piece = pieces[index]
                 if position >= stop or not piece.start <= position < piece.stop:
                     break
                 found.append((piece, position, min(piece.stop, stop)))

@@ -24,7 +24,8 @@ _DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", _DEEPSEEK_END, "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
 """That token in known tokenizers: GPT-2 and Qwen have the first, Llama 3 the second, Llama 2 </s>, Gemma <eos>."""
 
-_BYTES, _PARALLEL = 256, "TOKENIZERS_PARALLELISM"
+_BYTES = 256
+_PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
