@@ -31,7 +31,7 @@ CASES = {
 
 
 def estimates(cases: list[Case]) -> list[Estimate]:
-    """(S / N, |G|^2) by a first step of each case."""
+    """(S, in sequences, |G|^2) by a first step of each case."""
     found = []
     for case in cases:
         rig = Rig.of(case)
@@ -42,7 +42,7 @@ def estimates(cases: list[Case]) -> list[Estimate]:
 
 
 def expected(model: str) -> Estimate:
-    """(S / N, |G|^2) of one process in float64 that makes each micro-batch's gradient alone."""
+    """(S, in sequences, |G|^2) of one process in float64 that makes each micro-batch's gradient alone."""
     chunk, plan = one_process(model, "fp64")
     weights = [float(sample(index)["loss_mask"].sum()) for index in range(16)]
     total = sum(weights)
@@ -51,7 +51,8 @@ def expected(model: str) -> Estimate:
         if weight:  # what the reference divides by
             squares += (gradient_of(chunk, plan, [index]).gradient.norm * weight / total) ** 2
     norm = gradient_of(chunk, plan, range(16)).gradient.norm
-    return estimate(norm**2, squares, sum(weight**2 for weight in weights) / total**2)
+    noise, signal = estimate(norm**2, squares, sum(weight**2 for weight in weights) / total**2)
+    return 16 * noise, signal
 
 
 @pytest.fixture(scope="module")
