@@ -181,7 +181,7 @@ def _cut_torn_end(path: Path) -> None:
 
 def parse(line: bytes) -> Record | None:
     """The record on a line; None if there is none. A last line without its newline was torn, even if it parses."""
-    if not line.endswith(b"\n"):
+    if not line.endswith(b"\n") or line.isspace():  # before json, whose errors take time
         return None
     try:
         record = parse_json(line)
