@@ -2,10 +2,10 @@
 
     python -m benchmarks loop [--config C] [--starts N] [--blocks N] [--steps N] [--json F] [--key value ...]
 
-Prints the ratio of seconds per step (loop / bare; the median over starts of the median over pairs of neighbouring
-blocks, and its standard error, from how starts differ) and of peak memory over what the process held before the model
-was built, and what agreement, verdict and counting take of a step. Both make the same losses, or there is no result.
-With `--reproducible layout` the other loop is the same one without it. CPU lane.
+Prints the ratio of seconds per step (loop / bare; the mean over starts of the ratio of their sums, and its standard
+error, from how starts differ) and of peak memory over what the process held before the model was built, and what
+agreement, verdict and counting take of a step. Both make the same losses, or there is no result. With
+`--reproducible layout` the other loop is the same one without it. CPU lane.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps:
         )
         peaks = _in_a_process_that_returns_pages(world_size, *request)
     by_start = [[one / two for one, two in zip(each["loop"], each[other], strict=True)] for each in of_starts]
-    medians = [statistics.median(ratios) for ratios in by_start]
+    ratios = [sum(each["loop"]) / sum(each[other]) for each in of_starts]
     return {
         "config": Path(path).name,
         "other": other,
@@ -86,18 +86,13 @@ def measure(path: str, overrides: list[str], *, starts: int, blocks: int, steps:
         "starts": starts,
         "steps_per_block": steps,
         "seconds_per_step": {name: [s / steps for s in seconds] for name, seconds in blocks_of_rank0.items()},
-        "step_time_ratio": statistics.median(medians),
-        "step_time_ratio_error": error_of_median(medians),
+        "step_time_ratio": statistics.mean(ratios),
+        "step_time_ratio_error": statistics.stdev(ratios) / math.sqrt(starts),
         "step_time_ratios": by_start,
         "overhead": overhead(told),
         "peak_bytes": peaks,
         "peak_memory_ratio": peaks["loop"] / peaks[other],
     }
-
-
-def error_of_median(values: list[float]) -> float:
-    """Standard error of the median of values that are spread normally: sqrt(pi / 2) times the mean's."""
-    return math.sqrt(math.pi / 2) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def other_of(config) -> str:
@@ -253,6 +248,7 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     from megaaccum.lab import advisor
     from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
+    from megaaccum.pretrain.training.evaluation import loader_of
     from megaaccum.pretrain.training.open_log import open_log
 
     parts = _Parts(plan)
@@ -260,7 +256,8 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader, watchdog = training_run.training_loader(engine, parts.data), training_run.watchdog_of(engine)
+    loader = loader_of(engine, parts.data.train, parts.data, consumed_samples=0)
+    watchdog = training_run.watchdog_of(engine)
 
     def step() -> Any:
         microbatches, problem = loader.try_next_step(plan.batch.num_microbatches)

@@ -126,6 +126,7 @@ def _loop(plan):
     from megaaccum.pretrain.metrics.ranks import Ranks
     from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
+    from megaaccum.pretrain.training.evaluation import loader_of
     from megaaccum.pretrain.training.open_log import open_log
 
     parts = _Parts(plan)
@@ -133,7 +134,7 @@ def _loop(plan):
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader = training_run.training_loader(engine, parts.data)
+    loader = loader_of(engine, parts.data.train, parts.data, consumed_samples=0)
     ranks = Ranks(plan, engine.groups, engine.chunks, advisor.expected_of(plan, parts.data.vocabulary.size))
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.observer.trace)}
 
