@@ -54,6 +54,8 @@ class Compared:
     measured: float
     predicted: float
     reason: str = ""
+    contradicts: str = ""
+    """The name of a row of the same source that both cannot be right with."""
 
     @property
     def error(self) -> float:
@@ -134,7 +136,7 @@ def compare_memory(rows: list[Row]) -> Result:
         else:
             error = predicted / measured - 1
             reason = why_low(row, rows, error) if error < UNDER else ""
-            compared.append(Compared(row, "bytes", measured, predicted, reason))
+            compared.append(Compared(row, "bytes", measured, predicted, reason, contradicted_by(row, rows)))
     return Result(compared, left)
 
 
@@ -142,7 +144,7 @@ def why_low(row: Row, rows: list[Row], error: float) -> str:
     """Why a row takes more memory than is predicted, as far as that is known."""
     if "nvidia-smi" in row.text("mem_kind") and error >= -SPREAD:
         return "within what two readings by nvidia-smi of one layout differ (rows 093 and 094 of BigScience's)"
-    if any(_is_larger_and_takes_less(other, row) for other in rows):
+    if any(_is_larger(other, row) and _takes_less(other, row) for other in rows):
         return "the same run with a larger micro-batch was measured to take less"
     if row.text("framework").startswith("torchtitan") and row.whole("tp", 1) > 1:
         return "DTensor's tensor parallelism keeps gathered inputs, and float8 copies of them, that Megatron's does not"
@@ -151,10 +153,31 @@ def why_low(row: Row, rows: list[Row], error: float) -> str:
     return ""
 
 
-def _is_larger_and_takes_less(other: Row, row: Row) -> bool:
-    same = all(other.text(k) == row.text(k) for k in ("source_set", "layers", "hidden", "heads", "tp", "pp", "dp"))
-    larger = same and other.number("mbs", 0) > row.number("mbs", 0)
-    return larger and 0 < other.number("mem_value", 0) < row.number("mem_value", 0)
+def contradicted_by(row: Row, rows: list[Row]) -> str:
+    """The name of another row that ran the same and took another tenth of its bytes at least, or ran the same with a
+    larger micro-batch and took less, or the reverse; empty where there is none."""
+    for other in rows:
+        again = _same_run(other, row) and other.text("mbs") == row.text("mbs")
+        readings = sorted((other.number("mem_value", 0), row.number("mem_value", 0)))
+        if again and 0 < readings[0] < 0.9 * readings[1]:
+            return other.name
+        if any(_is_larger(one, two) and _takes_less(one, two) for one, two in ((other, row), (row, other))):
+            return other.name
+    return ""
+
+
+def _is_larger(other: Row, row: Row) -> bool:
+    return _same_run(other, row) and other.number("mbs", 0) > row.number("mbs", 0)
+
+
+def _takes_less(other: Row, row: Row) -> bool:
+    return 0 < other.number("mem_value", 0) < row.number("mem_value", 0)
+
+
+def _same_run(other: Row, row: Row) -> bool:
+    """But for the micro-batch."""
+    keys = ("source_set", "layers", "hidden", "heads", "seq_len", "gpu", "tp", "pp", "vpp", "dp", "dp_sharding", "gbs")
+    return all(other.text(k) == row.text(k) for k in (*keys, "recompute", "schedule", "framework"))
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -215,6 +238,7 @@ def summarise(results: dict[str, Result]) -> list[dict[str, Any]]:
         rows = results["memory"].compared
         add("memory, median", rows, "median", 0.02)
         add("memory, mean", rows, "mape", 0.03)
+        add("memory, mean, rows that none contradicts", [c for c in rows if not c.contradicts], "mape", 0.03)
         low = [c for c in rows if c.error < UNDER and not c.reason]
         lines.append({"name": "memory, low without a reason", "value": len(low) / max(1, len(rows)), "asked": 0.0})
     if "vtrain" in results:

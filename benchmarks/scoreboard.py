@@ -20,6 +20,7 @@ class Compared(Protocol):
     measured: float
     predicted: float
     reason: str
+    contradicts: str
 
     @property
     def error(self) -> float: ...
@@ -121,7 +122,7 @@ def page(results: dict[str, Sequence[Compared]]) -> str:
         lines += [title, "", "| source | fitted | error | bias | unseen | error | bias | worst row | its reason |",
                   "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
         lines += [_line(name, rows) for name, rows in sorted(sources.items()) if name.endswith(kind)]
-        lines += ["", MEMORY] if kind == "memory" else [""]
+        lines += ["", MEMORY, *_contradicted(results.get("memory", ()))] if kind == "memory" else [""]
     lines += ["## Beside other programs", "", "| rows | all | unseen | published |", "| --- | --- | --- | --- |"]
     for title, source, program, told in OTHERS:
         rows = sources.get(source) or sources.get(f"{source} time")
@@ -148,6 +149,22 @@ def _line(name: str, rows: list[Compared]) -> str:
     worst = max(rows, key=lambda one: abs(one.error))
     told = f"{worst.row.name} {worst.error:+.0%} | {reason(worst, rows)}"
     return f"| {name.rsplit(' ', 1)[0]} | {' | '.join(_cells(fitted))} | {' | '.join(_cells(unseen))} | {told} |"
+
+
+def _contradicted(rows: Sequence[Compared]) -> list[str]:
+    """The rows that cannot both be right, and the means with and without them."""
+    pairs = sorted({tuple(sorted((one.row.name, one.contradicts))) for one in rows if one.contradicts})
+    if not pairs:
+        return []
+    named = ", ".join(" and ".join(pair) for pair in pairs)
+    some = [[one for one in _unseen(rows) if not (one.contradicts and without)] for without in (False, True)]
+    every, rest = (np.abs([one.error for one in each]).mean() for each in some)
+    return [
+        f"Of some rows not both can be right: {named}. One took a tenth less than the other, of the same layout and"
+        f" micro-batch, or less with a larger micro-batch. The mean over dense rows that were not fitted is {every:.2%}"
+        f" with these rows and **{rest:.2%} without** ({len(some[1])} rows).",
+        "",
+    ]
 
 
 def _order(sources: dict[str, list[Compared]]) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
-from megaaccum.pretrain.data.build import build_pair
 from megaaccum.pretrain.data.files import make_once, with_suffix
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, read_vocabulary, train_tokenizer
 
@@ -29,8 +27,7 @@ def chapters() -> list[str]:
     Splits take documents from one end, so validation would be the last chapters of one novel if they were not mixed.
     """
     documents = []
-    folder = resources.files("megaaccum.pretrain.data") / "text"
-    for file in sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name):
+    for file in sorted((Path(__file__).parent / "text").glob("*.txt")):
         novel = file.read_text(encoding="utf-8")
         starts = [match.start() for match in _CHAPTER.finditer(novel)]
         ends = [*starts[1:], len(novel)]
@@ -60,5 +57,7 @@ def _digest(tokenizer_model: str | None) -> str:
 
 
 def _build(prefix: Path, tokenizer_model: str | None) -> None:
+    from megaaccum.pretrain.data.build import build_pair  # imports pools of processes, which only a build needs
+
     tokenizer = read_tokenizer(tokenizer_model) if tokenizer_model else train_tokenizer(chapters(), EMBEDDED_VOCAB_SIZE)
     build_pair(chapters(), prefix, tokenizer, append_eod=True, num_workers=1)

@@ -63,6 +63,23 @@ def test_a_v_has_two_chunks_where_a_table_names_none(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.count("(all)") == 3  # and the rows of this package
 
 
+def test_rows_of_one_run_that_cannot_both_be_right_are_named(tmp_path: Path) -> None:
+    rows = [
+        dict(row_id="mine-001", mbs=1, mem_value=40), dict(row_id="mine-002", mbs=2, mem_value=50),
+        dict(row_id="mine-003", mbs=2, mem_value=46), dict(row_id="mine-004", mbs=2, mem_value=40),
+        dict(row_id="mine-005", mbs=4, mem_value=49), dict(row_id="mine-006", mbs=4, mem_value=30, tp=2),
+    ]  # fmt: skip
+    write(tmp_path, "measured_memory.csv", rows)
+    told = {
+        one.row.name: one.contradicts
+        for one in planner_accuracy.compare_memory(planner_accuracy.rows_of(tmp_path)["memory"]).compared
+    }
+    assert told == {
+        "mine-001": "", "mine-002": "mine-004", "mine-003": "mine-004", "mine-004": "mine-002",
+        "mine-005": "mine-002", "mine-006": "",
+    }  # fmt: skip
+
+
 def test_the_page_has_every_source_in_both_halves(tmp_path: Path) -> None:
     names = [f"mine-{number:03d}" for number in range(1, 9)]
     fitted = [name for name in names if in_fit_half(row(row_id=name))]
