@@ -40,7 +40,7 @@ PIPELINES = {
 pipeline.add_formulas(
     "zb-h2",
     pipeline.Formulas(
-        lambda p, v, rank, m: [np.minimum(m, 2 * p - 1)],
+        lambda p, v, rank, m, group: [np.minimum(m, 2 * p - 1)],
         lambda work, v: np.maximum(0, work.forward + work.input_grad - 2 * work.weight_grad),
     ),
 )

@@ -41,12 +41,13 @@ class Work(NamedTuple):
 class Formulas:
     """Closed forms of a schedule.
 
-    in_flight: (p, v, rank, m) -> micro-batches that each chunk of the rank holds at its peak. fill: (work, v) ->
-    seconds that each rank but one adds to the flush, hops aside. fill_open: the same if a step does not wait for the
-    slowest rank of the one before (`speculative_step`); None if that gains nothing.
+    in_flight: (p, v, rank, m, group) -> micro-batches that each chunk of the rank holds at its peak; group:
+    microbatch_group_size_per_vp_stage. fill: (work, v) -> seconds that each rank but one adds to the flush, hops aside.
+    fill_open: the same if a step does not wait for the slowest rank of the one before (`speculative_step`); None if
+    that gains nothing.
     """
 
-    in_flight: Callable[[int, int, int, Any], list[Any]]
+    in_flight: Callable[[int, int, int, Any, int], list[Any]]
     fill: Callable[[Work, int], Any]
     fill_open: Callable[[Work, int], Any] | None = None
 
@@ -76,10 +77,8 @@ def in_flight(
     shared out evenly over the chunks, and more than 4 pp micro-batches hold no more.
     """
     m = np.asarray(microbatches)
-    if name == "interleaved":
-        return _interleaved_in_flight(pp, vpp, rank, m, group_size)
     if name in _FORMULAS:
-        return _FORMULAS[name].in_flight(pp, vpp, rank, m)
+        return _FORMULAS[name].in_flight(pp, vpp, rank, m, group_size or pp)
     counts = np.minimum(m, 4 * pp)
     most = {int(count): _most_held(name, pp, int(count)) / vpp for count in np.unique(counts)}
     return [np.array([most[int(count)] for count in np.atleast_1d(counts)]).reshape(counts.shape)] * vpp
@@ -145,10 +144,9 @@ def exposed_hops(name: str, *, pp: int, vpp: int) -> float:
 # --- closed forms ----------------------------------------------------------------------------------------------------
 
 
-def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any, group_size: int | None = None) -> list[Any]:
+def _interleaved_in_flight(pp: int, vpp: int, rank: int, m: Any, group: int) -> list[Any]:
     """Megatron runs groups of g micro-batches (the last one may have fewer) through chunk 0, then chunk 1, and so on; a
     rank has done 2 (p - rank - 1) + (v - 1) g + 1 forwards when its first backward begins."""
-    group = group_size or pp
     forwards = np.minimum(2 * (pp - rank - 1) + (vpp - 1) * group + 1, vpp * m)
     rounds, rest = forwards // (group * vpp), forwards % (group * vpp)
     size = np.clip(m - group * rounds, 0, group)
@@ -175,17 +173,19 @@ def _dualpipev_fill(work: Work, vpp: int) -> Any:
     return HALF * np.maximum(f, f + 2 * (i - w))
 
 
-add_formulas("none", Formulas(lambda p, v, rank, m: [np.minimum(m, 1)], lambda work, v: work.whole))
-add_formulas("gpipe", Formulas(lambda p, v, rank, m: [m], lambda work, v: work.forward + work.input_grad))
-add_formulas("1f1b", Formulas(lambda p, v, rank, m: [np.minimum(m, p - rank)], lambda work, v: work.whole))
+add_formulas("none", Formulas(lambda p, v, rank, m, group: [np.minimum(m, 1)], lambda work, v: work.whole))
+add_formulas("gpipe", Formulas(lambda p, v, rank, m, group: [m], lambda work, v: work.forward + work.input_grad))
+add_formulas("1f1b", Formulas(lambda p, v, rank, m, group: [np.minimum(m, p - rank)], lambda work, v: work.whole))
 add_formulas("interleaved", Formulas(_interleaved_in_flight, lambda work, v: work.whole / v))
 add_formulas(
     "zb-h1",
     Formulas(
         # Rank r still holds weight-gradient inputs of r micro-batches, which are nearly as large as activations.
-        lambda p, v, rank, m: [np.minimum(m, p)],
+        lambda p, v, rank, m, group: [np.minimum(m, p)],
         lambda work, v: np.maximum(0, work.forward + work.input_grad - work.weight_grad),
     ),
 )
-add_formulas("zbv", Formulas(lambda p, v, rank, m: [np.minimum(m, p)] * 2, _zbv_fill, _zbv_fill_open))
-add_formulas("dualpipev", Formulas(lambda p, v, rank, m: [np.minimum(m, p + 1), np.minimum(m, p)], _dualpipev_fill))
+add_formulas("zbv", Formulas(lambda p, v, rank, m, group: [np.minimum(m, p)] * 2, _zbv_fill, _zbv_fill_open))
+add_formulas(
+    "dualpipev", Formulas(lambda p, v, rank, m, group: [np.minimum(m, p + 1), np.minimum(m, p)], _dualpipev_fill)
+)
