@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from megaaccum.config import schema
 from megaaccum.config.facts import Facts
@@ -51,11 +51,11 @@ def all_keys() -> dict[str, Key]:
     """Every key by name, in the schema's order. Names are unique across the sections."""
     keys: dict[str, Key] = {}
     for section, cls in SECTIONS.items():
-        plain, annotated = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             assert item.name not in keys, f"{item.name} is in two sections"
-            facts = getattr(annotated[item.name], "__metadata__", (Facts(),))[0]
-            keys[item.name] = Key(item.name, section, plain[item.name], facts)
+            has_facts = typing.get_origin(item.type) is Annotated
+            annotation, facts = typing.get_args(item.type) if has_facts else (item.type, Facts())
+            keys[item.name] = Key(item.name, section, annotation, facts)
     return keys
 
 

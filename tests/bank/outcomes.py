@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaaccum.lab.verification import localise
 from megaaccum.lab.verification.verdict import Verdict, Verifier
@@ -46,7 +46,8 @@ def outcomes(verifier: Verifier, names: Sequence[str] = ()) -> Iterator[Outcome]
         if BANK[name].base not in healthy:
             healthy[BANK[name].base] = verifier.verify(case, [case.lane])
         begun = time.monotonic()
-        outcome = _outcome(verifier.observing(on_ranks.observing(name)), BANK[name], healthy[BANK[name].base])
+        observed = replace(verifier, observing=on_ranks.observing(name))
+        outcome = _outcome(observed, BANK[name], healthy[BANK[name].base])
         outcome.seconds = time.monotonic() - begun
         yield outcome
 

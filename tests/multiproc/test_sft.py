@@ -143,7 +143,7 @@ def test_verify_keeps_conversations_apart(data, also):
     subject = with_first_samples(shrink.as_case(config, plan, shrink=False), plan, 1).case
     assert subject.samples["document_starts"].sum() > ROWS
     for observe, ok in ((on_ranks.start_and_observe, True), (start_blind, False)):
-        verdict = Verifier(1, observe=observe).verify(subject, ["fp64"])
+        verdict = Verifier(1, observing=observe).verify(subject, ["fp64"])
         assert verdict.ok == ok and not verdict.problem, verdict.problem
 
 

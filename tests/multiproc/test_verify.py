@@ -4,6 +4,7 @@ compared is refused with the reason."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
     verifier = Verifier(steps=1)
     reference = verifier.references(case, ["fp64"], keep_parts=True)["fp64"]
     if mistake:
-        verifier = verifier.observing(on_ranks.observing(mistake))
+        verifier = replace(verifier, observing=on_ranks.observing(mistake))
     seen = verifier.observe(case, at_borders=True)
     assert words in borders.first_wrong(seen, reference, CLOSE["fp64"])
 
@@ -189,7 +190,7 @@ def test_a_learning_rate_that_decays(mistake):
     batch = dict(micro_batch_size=user_models.ROWS, seq_length=user_models.SEQ, pp_microbatches=8)
     plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), optimizer=optimizer, train_iters=8, world_size=2)
     own = UserModel(build=user_models.plain, forward_step_func=user_models.forward_step, data=user_models.batches)
-    observe = {"observe": on_ranks.observing(mistake)} if mistake else {}
+    observe = {"observing": on_ranks.observing(mistake)} if mistake else {}
     verdict = Verifier(steps=3, **observe).verify(case_of(plan, own), ["fp64"])
     rates = [row.true for row in verdict.comparisons[0].rows if row.kind == "lr"]
     assert rates == pytest.approx([1e-2, 7.75e-3, 5.5e-3])

@@ -87,7 +87,7 @@ class Forecast:
         and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
         sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
-        kept = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
+        kept = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept)) if mode.live else 0.0
         live = min(kept, float(held.total))  # all of it: a tied head too, which finds the table gathered
         plain = footprint.moved(
             mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp

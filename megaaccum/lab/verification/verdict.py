@@ -83,31 +83,19 @@ class Verdict:
         return CANNOT if self.problem else PASSED if self.ok else FAILED
 
 
+@dataclass
 class Verifier:
     """Verifies cases.
 
-    Args:
-        steps: optimizer steps of each case.
-        progress: called with a line on each start of ranks.
-        observe: takes a case's steps on its ranks; default: starts them on this machine.
-        references: steps of one process that are known already, by what they depend on; new ones are added. Many
-            layouts of a model share one.
+    steps: optimizer steps of each case. progress: called with a line on each start of ranks. observing: takes a case's
+    steps on its ranks; default: starts them on this machine. known: steps of one process, by what they depend on; new
+    ones are added. Many layouts of a model share one.
     """
 
-    def __init__(
-        self,
-        steps: int = 2,
-        progress: Progress | None = None,
-        observe: Observe = on_ranks.start_and_observe,
-        references: dict[str, Reference] | None = None,
-    ):
-        self.steps = steps
-        self.progress, self._observe = progress or (lambda text: None), observe
-        self._references = {} if references is None else references
-
-    def observing(self, observe: Observe) -> Verifier:
-        """A verifier with the same references that observes steps in another way."""
-        return Verifier(self.steps, self.progress, observe, self._references)
+    steps: int = 2
+    progress: Progress = lambda text: None
+    observing: Observe = on_ranks.start_and_observe
+    known: dict[str, Reference] = field(default_factory=dict)
 
     def verify(self, case: Case, lanes: Sequence[Lane] | None = None) -> Verdict:
         """Compare each precision; default: float64 if the layout allows it, FP32, and the configured one. Raises
@@ -151,17 +139,17 @@ class Verifier:
 
     def observe(self, case: Case, *, at_borders: bool = False) -> list[Observed]:
         """The steps of a layout on its ranks. Raises RanksFailed, or ConfigError if launched ranks refuse it."""
-        return self._observe(case, self.steps, at_borders)
+        return self.observing(case, self.steps, at_borders)
 
     def references(self, case: Case, lanes: Sequence[Lane], *, keep_parts: bool = False) -> dict[Lane, Reference]:
         """The steps of one process in each precision."""
         keys = {lane: _key(case, lane, self.steps, keep_parts) for lane in lanes}
-        missing = [lane for lane in _ORDER if lane in lanes and keys[lane] not in self._references]
+        missing = [lane for lane in _ORDER if lane in lanes and keys[lane] not in self.known]
         if missing:
             self.progress(f"one process in {', '.join(missing)}")
             for lane, reference in zip(missing, self._run_references(case, missing, keep_parts), strict=True):
-                self._references[keys[lane]] = reference
-        return {lane: self._references[keys[lane]] for lane in lanes}
+                self.known[keys[lane]] = reference
+        return {lane: self.known[keys[lane]] for lane in lanes}
 
     def _run_references(self, case: Case, lanes: list[Lane], keep_parts: bool) -> list[Reference]:
         try:
