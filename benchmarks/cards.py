@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks.published import Row, read
 
@@ -23,7 +24,7 @@ CARDS = {
 
 HYBRID = "layers with state spaces, linear or sparse attention, which megaaccum does not build"
 
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config": dict(tp=1, pp=1, ep=16, mbs=1),
     "qwen3_30b_a3b_pretrain_8gpu_gb300_fp8mx_config": dict(tp=1, pp=1, ep=8, mbs=8, graphs="full"),
     "qwen3_30b_a3b_pretrain_config": dict(routing="natural"),

@@ -29,6 +29,7 @@ from megaaccum.lab.search.cut import tune_cut
 from megaaccum.lab.search.profile import Cut, LayerCost, Profile, describe_cut, even_cut
 from megaaccum.lab.search.search import ITERATIONS, search_order
 from megaaccum.schedule import Schedule, build, simulate, write_csv
+from megaaccum.schedule.exchange import Layer
 from megaaccum.schedule.pass_numbers import Problem
 
 TOKENS, HIDDEN, HEADS, GROUPS, WIDTH, LAYERS, VOCAB = 4096, 4096, 64, 4, 128, 94, 151_936
@@ -141,16 +142,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _stretched(layer: Layer, factor: float) -> Layer:
+    forward, input_grad = ((first * factor, second * factor) for first, second in layer[:2])
+    return Layer(forward, input_grad, layer.exchange * factor)
+
+
 def _setup(table: Path, profile: Profile, cut: Cut, args: argparse.Namespace) -> Setup:
     """Stages of this cut, --stretch times as long."""
     costs = profile.costs(cut)
     by_stage = tuple(zip(*([each * args.stretch for each in kind] for kind in costs.by_stage(len(cut))), strict=True))
     assert costs.layers is not None
-    longer = tuple(
-        tuple(type(each)(*(tuple(x * args.stretch for x in part) for part in each[:2]), each.exchange * args.stretch)
-              for each in stage)
-        for stage in costs.layers
-    )  # fmt: skip
+    longer = tuple(tuple(_stretched(each, args.stretch) for each in stage) for stage in costs.layers)
     return Setup(
         runtime="megaaccum", schedule=str(table), pp=args.pp, num_microbatches=args.microbatches, seconds=0.0,
         repeat=args.repeat, stages="device", by_stage=by_stage, layers=longer,

@@ -60,7 +60,7 @@ class OfLibrary(Verifier):
             found: list[Observed] = run_ranks(cell.take, case.world_size, case, steps, cell.options, timeout=60)
             return found
 
-        super().__init__(steps=1 if self._frozen else 2, observe=observe, references=references)
+        super().__init__(steps=1 if self._frozen else 2, observing=observe, known=references)
 
     def references(self, case: Case, lanes: Any, *, keep_parts: bool = False) -> dict[Lane, Reference]:
         found = super().references(case, lanes, keep_parts=keep_parts)

@@ -156,13 +156,13 @@ def _contradicted(rows: Sequence[Compared]) -> list[str]:
     pairs = sorted({tuple(sorted((one.row.name, one.contradicts))) for one in rows if one.contradicts})
     if not pairs:
         return []
-    named = ", ".join(" and ".join(pair) for pair in pairs)
+    named = "; ".join(" and ".join(pair) for pair in pairs)
     some = [[one for one in _unseen(rows) if not (one.contradicts and without)] for without in (False, True)]
     every, rest = (np.abs([one.error for one in each]).mean() for each in some)
     return [
-        f"Of some rows not both can be right: {named}. One took a tenth less than the other, of the same layout and"
-        f" micro-batch, or less with a larger micro-batch. The mean over dense rows that were not fitted is {every:.2%}"
-        f" with these rows and **{rest:.2%} without** ({len(some[1])} rows).",
+        f"Rows that cannot both be right, since one took a tenth less than the other in the same layout, or less with a"
+        f" larger micro-batch: {named}. The mean over dense rows that were not fitted is {every:.2%} with them and"
+        f" **{rest:.2%} without** ({len(some[1])} rows).",
         "",
     ]
 

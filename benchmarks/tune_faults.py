@@ -25,9 +25,10 @@ from typing import Any
 
 from megaaccum import cli
 from megaaccum.cli import tune
-from megaaccum.lab.planner.fallbacks import MEASURED, NOT_FINITE, OUT_OF_MEMORY
+from megaaccum.lab.planner.fallbacks import MEASURED, NOT_FINITE, OUT_OF_MEMORY, Candidate
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.trial import candidates_of
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load
 
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         written = (folder / "best.yaml").read_text()
     assert codes == [-signal.SIGKILL, 0], f"exit codes {codes}"
     workload = make_workload(load(CONFIG, batch), world_size=args.ranks, hardware=load_hardware("h100"))
-    ranked = {each.row: each for each in tune.candidates_of(search(workload))}
+    ranked = {each.row: each for each in candidates_of(search(workload))}
     _check(rows, {row: outcomes[each.name] for row, each in ranked.items() if each.name in outcomes}, ranked, args.top)
     best = min(rows[2:], key=lambda row: outcomes[ranked[row].name]["seconds"])
     assert f"{outcomes[ranked[best].name]['seconds']:.4g} s per step" in written
@@ -71,7 +72,7 @@ def _tuning(words: Sequence[str], rows: Path) -> int:
     return subprocess.run([sys.executable, "-c", code, *words], env=os.environ | {ROWS: str(rows)}).returncode
 
 
-def _check(rows: list[int], outcomes: dict[int, dict[str, Any]], ranked: dict[int, tune.Candidate], top: int) -> None:
+def _check(rows: list[int], outcomes: dict[int, dict[str, Any]], ranked: dict[int, Candidate], top: int) -> None:
     """rows: of each run, in order. outcomes: by row."""
     first = ranked[1]
     smaller = [each for each in ranked.values() if each.bytes < first.bytes]

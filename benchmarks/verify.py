@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fuzz, fuzz_cell
+from benchmarks import fuzz_cell
+from benchmarks.fuzz_draws import draw
 from benchmarks.schedules import conditions
 from megaaccum.distributed import preload
 from megaaccum.errors import did_you_mean
@@ -162,7 +163,7 @@ def healthy(seed: int, first: int, count: int) -> tuple[list[str], int]:
 
 def case_of(seed: int, index: int) -> Case:
     """A healthy case of the fuzz's cell."""
-    cell = fuzz.draw(seed, index)
+    cell = draw(seed, index)
     keys: dict[str, Any] = fuzz_cell.BASE | fuzz_cell.LANE[cell.lane] | cell.model | cell.layout
     settled = {
         "data_path": ["none"],
