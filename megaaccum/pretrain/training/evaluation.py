@@ -18,6 +18,9 @@ from megaaccum.pretrain.model.gpt_forward import read_by
 from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
 from megaaccum.pretrain.training.text_comparisons import compare_texts
 
+_Record = tuple[str, dict[str, Any], str]
+"""What `RunLog.add_text` takes."""
+
 
 def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
     """Log the mean loss per token over the validation samples, the same samples each time."""
@@ -51,26 +54,25 @@ class Texts:
     def after(self, step: int, *, is_last: bool) -> None:
         """Run what is due after `step`. Collective over the world."""
         due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
-        with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-            if "text_comparisons_every" in due:
-                self._compare(step)
-            if "sample_every" in due:
-                self._sample(step)
+        for key in due:
+            record = self._compare(step) if key == "text_comparisons_every" else self._sample(step)
+            with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
+                self._log.add_text(*record)
 
-    def _compare(self, step: int) -> None:
+    def _compare(self, step: int) -> _Record:
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
         found = compare_texts(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
         text = f"text comparisons: accuracy {found['accuracy']:.1%}, centered {found['centered_accuracy']:.3f}"
-        self._log.add_text("text_comparisons", {"step": step, **found}, text)
+        return "text_comparisons", {"step": step, **found}, text
 
-    def _sample(self, step: int) -> None:
+    def _sample(self, step: int) -> _Record:
         assert self._tokenizer is not None
         train, most = self._data.train, min(NUM_PROMPT, self._engine.batch.seq_length - 1)
         prompt = train[train.spans[0].start]["tokens"][:most].tolist()  # a resumed run has none before its spans
         drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
         before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
-        self._log.add_text("sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}")
+        return "sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}"
 
 
 def loader_of(
