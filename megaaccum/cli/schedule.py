@@ -317,6 +317,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(list(argv))
     if args.write and (args.config is None or args.write.suffix == ".csv"):
         parser.error("--write needs --config CONFIG, whose model, data and other keys the YAML file has")
+    if (args.vpp or args.group_size) and not {"interleaved", "auto"} & {args.schedule, *args.compare}:
+        parser.error("--vpp and --group-size are the interleaved schedule's: name it in --schedule or --compare")
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if not 0 <= args.p2p < float("inf"):
@@ -331,8 +333,6 @@ def _cost(value: str) -> tuple[float, float, float]:
         forward, input_grad, weight_grad = map(float, value.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{value}: three numbers separated by commas, as in 1,1,1") from None
-    if not all(0 <= each < float("inf") for each in (forward, input_grad, weight_grad)) or not (
-        forward + input_grad + weight_grad > 0
-    ):
+    if min(forward, input_grad, weight_grad) < 0 or not 0 < forward + input_grad + weight_grad < float("inf"):
         raise argparse.ArgumentTypeError(f"{value}: durations are finite, not negative, and not all zero")
     return forward, input_grad, weight_grad

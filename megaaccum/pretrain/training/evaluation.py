@@ -19,7 +19,7 @@ from megaaccum.pretrain.training.sampling import NUM_PROMPT, sample
 from megaaccum.pretrain.training.text_comparisons import compare_texts
 
 _Record = tuple[str, dict[str, Any], str]
-"""What `RunLog.add_text` takes."""
+"""The arguments of `RunLog.add_text`."""
 
 
 def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:

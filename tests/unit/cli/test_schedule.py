@@ -39,6 +39,13 @@ def test_a_number_below_1_is_refused(option, capsys):
     assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--vpp", "--group-size"])
+def test_an_option_of_the_interleaved_schedule_alone_is_refused_for_others(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["schedule", "--pp", "2", "-m", "4", "--schedule", "zbv", "--compare", "1f1b", option, "2"])
+    assert "--vpp and --group-size are the interleaved schedule's: name it" in capsys.readouterr().err
+
+
 PROFILE = """{"pattern": "ETTTTTTTTL", "forward_ms": {"E": 1, "T": 2, "L": 5},
 "backward_ms": {"E": 0.5, "T": 2.5, "L": 6},
 "weight_ms": {"E": 0.0001, "T": 1.5, "L": 2}}"""
