@@ -31,7 +31,7 @@ LATE = {
     "megaaccum.lab.verification.launched": "the CPU lane's stand-ins have to be there before Megatron is imported",
     "megaaccum.lab.verification.subject": "emerging-optimizers is optional, and only Muon's reference needs it",
     "megaaccum.observe.traffic": "torch is loaded by then, and not by `megaaccum --help`",
-    "megaaccum.pretrain.data.corpus": "the builder of pairs imports pools of processes; `check` asks for a vocabulary alone",
+    "megaaccum.pretrain.data.corpus": "a build imports pools of processes, and `check` asks for a vocabulary",
     "megaaccum.pretrain.weights.config_json": "headers of weights need torch, other families do not",
 }
 """Modules outside cli/ and __init__.py that import ours inside functions, because those import a heavy library."""
