@@ -242,12 +242,11 @@ def peak_bytes(path: str, overrides: list[str], name: str, steps: int = 6) -> in
     return _resident("VmHWM") - before
 
 
-def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
-    """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
+def started(plan) -> tuple[_Parts, Any, Any, Any]:
+    """(parts, log that prints nothing, engine, loader) of `megaaccum train`'s own loop."""
     from megaaccum.engine import initialize
     from megaaccum.lab import advisor
     from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
-    from megaaccum.pretrain.training import training_run
     from megaaccum.pretrain.training.evaluation import loader_of
     from megaaccum.pretrain.training.open_log import open_log
 
@@ -256,7 +255,14 @@ def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Cal
     log.note = lambda text: None  # type: ignore[method-assign]
     forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
     engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader = loader_of(engine, parts.data.train, parts.data, consumed_samples=0)
+    return parts, log, engine, loader_of(engine, parts.data.train, parts.data, consumed_samples=0)
+
+
+def loop_arm(plan, of: Callable[[Any], Any] = lambda result: result.loss) -> Callable[[], Any]:
+    """One step of megaaccum's own loop: loader, step, commit, schedule, log. Returns what `of` makes of its result."""
+    from megaaccum.pretrain.training import training_run
+
+    _, log, engine, loader = started(plan)
     watchdog = training_run.watchdog_of(engine)
 
     def step() -> Any:

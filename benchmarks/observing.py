@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.loop import CONFIG, _Parts, _plan, cost_of_counting
+from benchmarks.loop import CONFIG, _plan, cost_of_counting, started
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.observe.observer import Measured
 from megaaccum.pretrain.interop.load import load
@@ -121,20 +121,11 @@ def own_seconds(step: Callable[[], StepResult], steps: int) -> dict[str, float]:
 
 def _loop(plan):
     """One step of `megaaccum train`'s loop, called with whether its observers watch."""
-    from megaaccum.engine import initialize
     from megaaccum.lab import advisor
     from megaaccum.pretrain.metrics.ranks import Ranks
-    from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training import training_run
-    from megaaccum.pretrain.training.evaluation import loader_of
-    from megaaccum.pretrain.training.open_log import open_log
 
-    parts = _Parts(plan)
-    log = open_log(plan, parts.data, advisor, start_step=0)
-    log.note = lambda text: None  # type: ignore[method-assign]
-    forward_step = GptForwardStep(parts.groups, plan.batch.loss_norm)
-    engine = initialize(plan, parts.chunks, groups=parts.groups, forward_step_func=forward_step, reports=REPORTS)
-    loader = loader_of(engine, parts.data.train, parts.data, consumed_samples=0)
+    parts, log, engine, loader = started(plan)
     ranks = Ranks(plan, engine.groups, engine.chunks, advisor.expected_of(plan, parts.data.vocabulary.size))
     observers: dict[bool, Any] = {True: engine.train_steps.observer, False: _NoObserver(engine.observer.trace)}
 

@@ -144,7 +144,7 @@ def why_low(row: Row, rows: list[Row], error: float) -> str:
     """Why a row takes more memory than is predicted, as far as that is known."""
     if "nvidia-smi" in row.text("mem_kind") and error >= -SPREAD:
         return "within what two readings by nvidia-smi of one layout differ (rows 093 and 094 of BigScience's)"
-    if any(_is_larger(other, row) and _takes_less(other, row) for other in rows):
+    if any(_is_larger_and_takes_less(other, row) for other in rows):
         return "the same run with a larger micro-batch was measured to take less"
     if row.text("framework").startswith("torchtitan") and row.whole("tp", 1) > 1:
         return "DTensor's tensor parallelism keeps gathered inputs, and float8 copies of them, that Megatron's does not"
@@ -156,22 +156,16 @@ def why_low(row: Row, rows: list[Row], error: float) -> str:
 def contradicted_by(row: Row, rows: list[Row]) -> str:
     """The name of another row that ran the same and took another tenth of its bytes at least, or ran the same with a
     larger micro-batch and took less, or the reverse; empty where there is none."""
-    for other in rows:
-        again = _same_run(other, row) and other.text("mbs") == row.text("mbs")
-        readings = sorted((other.number("mem_value", 0), row.number("mem_value", 0)))
-        if again and 0 < readings[0] < 0.9 * readings[1]:
-            return other.name
-        if any(_is_larger(one, two) and _takes_less(one, two) for one, two in ((other, row), (row, other))):
+    for other in (each for each in rows if _same_run(each, row)):
+        (size, taken), (larger, its) = sorted((e.number("mbs", 0), e.number("mem_value", 0)) for e in (other, row))
+        if min(taken, its) > 0 and (taken < 0.9 * its if size == larger else its < taken):
             return other.name
     return ""
 
 
-def _is_larger(other: Row, row: Row) -> bool:
-    return _same_run(other, row) and other.number("mbs", 0) > row.number("mbs", 0)
-
-
-def _takes_less(other: Row, row: Row) -> bool:
-    return 0 < other.number("mem_value", 0) < row.number("mem_value", 0)
+def _is_larger_and_takes_less(other: Row, row: Row) -> bool:
+    larger = _same_run(other, row) and other.number("mbs", 0) > row.number("mbs", 0)
+    return larger and 0 < other.number("mem_value", 0) < row.number("mem_value", 0)
 
 
 def _same_run(other: Row, row: Row) -> bool:
