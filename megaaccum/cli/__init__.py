@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import select
@@ -14,6 +13,7 @@ from types import ModuleType
 
 import megaaccum
 from megaaccum.errors import MegaaccumError, as_users_error, exit_code_of
+from megaaccum.platform.replacing import without_collections
 
 COMMANDS = {
     "train": "train the model of a config; starts the ranks of this machine itself",
@@ -101,18 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(command: str) -> ModuleType:
-    """A command's module, with this process prepared for it. Nothing that an import makes is garbage, and to look for
-    some takes a tenth of a short command's time."""
-    gc.disable()
-    try:
+    """A command's module, with this process prepared for it."""
+    with without_collections():
         from megaaccum.config import slurm
         from megaaccum.platform import quiet
 
         quiet.install()  # whatever the command imports
         slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
         return importlib.import_module(module_of(command))
-    finally:
-        gc.enable()
 
 
 def _unread() -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from megaaccum.errors import LaunchError
 from megaaccum.platform import quiet
+from megaaccum.platform.replacing import without_collections
 
 LIBRARIES = (
     "torch",
@@ -59,7 +58,7 @@ def libraries(*more: str) -> None:
     """Import LIBRARIES and `more` modules in this process, after the CPU lane's stand-ins. Starts no CUDA and no thread
     of ours. Raises LaunchError if their versions lack what megaaccum uses."""
     prepare()
-    with _without_collections():
+    with without_collections():
         import_torch()
         from megaaccum.platform import cpu
 
@@ -94,16 +93,3 @@ def freeze_objects() -> None:
     start: that need not visit them then, nor a forked rank copy their memory for it."""
     gc.collect()
     gc.freeze()
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Context without garbage collections, each of which would visit all of a growing million objects: a fifth of the
-    time of the imports."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,7 +1,8 @@
-"""Attributes of libraries, and variables of the environment, that are others for a while."""
+"""Attributes of libraries, variables of the environment and the collector of garbage that are others for a while."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,3 +38,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Context without garbage collections, each of which would visit all of a growing million objects: a fifth of the
+    time in which ranks import their libraries, a tenth of that of a short command."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
