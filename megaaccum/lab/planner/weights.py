@@ -13,12 +13,7 @@ from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner.layouts import Layouts
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.model.sizes import padded_rows
-from megaaccum.pretrain.metrics.layer_shapes import (
-    LayerElements,
-    layer_elements,
-    norm_parameters,
-    prediction_elements,
-)
+from megaaccum.pretrain.metrics.layer_shapes import LayerElements, layer_elements, norm_parameters, prediction_elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 from megaaccum.config.schema import Config
 from megaaccum.model.sizes import padded_vocab_size
-from megaaccum.pretrain.metrics.layer_shapes import (
-    expert_layers,
-    layer_elements,
-    norm_parameters,
-    prediction_elements,
-)
+from megaaccum.pretrain.metrics.layer_shapes import expert_layers, layer_elements, norm_parameters, prediction_elements
 
 
 class ParameterCount(NamedTuple):

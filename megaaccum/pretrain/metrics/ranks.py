@@ -98,10 +98,12 @@ class Ranks:
             return []
         self._note(result, data, counts=whole_batch or self._plan.config.sharding.sync != "streaming")
         self._num_steps += 1
-        if self._num_steps != 2 and self._num_steps % self._interval:
+        is_whole = self._num_steps % self._interval == 0
+        if self._num_steps != 2 and not is_whole:
             return []
-        reports, self._window = _gathered(self._report()), _Window()
-        late = self.stragglers(reports) if self._num_steps >= self._interval else {}
+        reports, late = _gathered(self._report()), {}
+        if is_whole:
+            self._window, late = _Window(), self.stragglers(reports)
         found = late | self.alarms(reports)
         new = [("straggler" if key in late else "alarm", text) for key, text in found.items() if key not in self._named]
         # A straggler is reported again only after it was none; an alarm is reported once per start.

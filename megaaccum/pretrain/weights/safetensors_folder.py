@@ -88,7 +88,7 @@ class Weights:
             return []
         except (OSError, ValueError) as error:
             return [f"{self.folder / DIGESTS} cannot be read: {error}"]
-        if len(lines) > len(self.files):
+        if len(lines) != len(self.files):
             return [f"{self.folder / DIGESTS} lists {len(lines):,} tensors, but the files have {len(self.files):,}"]
         texts = []
         for line in lines:

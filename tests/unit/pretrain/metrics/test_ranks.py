@@ -69,6 +69,17 @@ def test_a_rank_that_was_in_time_once_is_not(report, keys):
     assert ranks(**keys).stragglers(four(**report)) == {}
 
 
+@pytest.mark.parametrize(("interval", "late", "named"), [(4, {3, 4}, []), (3, {1, 2, 3}, [3]), (3, {3, 6}, [])])
+def test_a_straggler_is_late_in_all_steps_that_its_text_counts(monkeypatch, interval, late, named):
+    """The report after the second step, of bytes alone, takes none of them away. late: steps in which rank 1 waits."""
+    two = ranks(planned=[], rank_report_interval=interval)
+    monkeypatch.setattr("megaaccum.pretrain.metrics.ranks._gathered", lambda mine: [replace(mine, data=0.0), mine])
+    step = SimpleNamespace(forward_seconds=1.0, seconds={"forward_backward": 1.0}, memory={}, note="", traffic={})
+    found = {n: two.after(step, data=float(n in late)) for n in range(1, 7)}
+    assert [n for n, each in found.items() if each] == named
+    assert all(f"in each of the last {interval} steps" in found[n][0][1] for n in named)
+
+
 def test_a_stage_is_compared_with_itself():
     slower = [USUAL, USUAL, *[replace(USUAL, pp_rank=1, least_compute=5.0, compute=5.0)] * 2]
     assert ranks().stragglers(slower) == {}

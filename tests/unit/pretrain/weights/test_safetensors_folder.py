@@ -45,6 +45,15 @@ def test_a_million_digests_of_two_tensors_are_one_text(tmp_path):
     assert text.endswith("lists 1,000,000 tensors, but the files have 2")
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_digests_that_are_cut_short_are_named(tmp_path, kept):
+    """The tensors that they lack would otherwise count as compared."""
+    weights = written(tmp_path / "model", {"a": torch.zeros(8), "b": torch.ones(8)})
+    path = tmp_path / "model" / safetensors_folder.DIGESTS
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
+    assert weights.altered() == [f"{path} lists {kept} tensors, but the files have 2"]
+
+
 @pytest.mark.parametrize("file", ["a" * 256, "../other.safetensors", "", "\ud800"])
 def test_an_index_of_files_that_no_folder_has_is_one_error(tmp_path, file):
     (tmp_path / safetensors_folder.INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
