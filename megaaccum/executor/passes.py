@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from megatron.core.pipeline_parallel.schedules import (
-    check_first_val_step,
-    custom_backward,
-    forward_step_calc_loss,
-    set_current_microbatch,
-)
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comp_stream, set_streams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -158,7 +153,7 @@ class ModulePasses:
         if not output.requires_grad:
             pass
         elif output.numel() == 1 and config.deallocate_pipeline_outputs:
-            custom_backward(output, at.grad)
+            schedules.custom_backward(output, at.grad)
         else:
             torch.autograd.backward(output, grad_tensors=at.grad)
         at.hand_on(None if at.saved.received is None else at.saved.received.grad)
@@ -232,11 +227,11 @@ class PlanPasses:
 def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
     """Tell a chunk which micro-batch comes; its input need not be there yet. first: in the flush."""
     model: Any = call.chunks[chunk]
-    if check_first_val_step(call.first_val_step, call.forward_only, first) and hasattr(
+    if schedules.check_first_val_step(call.first_val_step, call.forward_only, first) and hasattr(
         model, "set_is_first_microbatch"
     ):
         model.set_is_first_microbatch()
-    set_current_microbatch(model, microbatch)
+    schedules.set_current_microbatch(model, microbatch)
 
 
 def _calc_loss(
@@ -244,7 +239,7 @@ def _calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss on the last stage, where it is reported, and its tokens; the scales of side losses on every one."""
     model = call.chunks[at.chunk]
-    found: tuple[torch.Tensor, torch.Tensor] = forward_step_calc_loss(
+    found: tuple[torch.Tensor, torch.Tensor] = schedules.forward_step_calc_loss(
         model, output, loss_func, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
         call.num_microbatches, call.reports, call.pg_collection.cp.size(), at.last_stage,
     )  # fmt: skip

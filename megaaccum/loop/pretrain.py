@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from megaaccum.config import Plan
-from megaaccum.config.megatron_arguments import (
-    LION,
-    LOSS_SCALE,
-    MUON,
-    NO_EFFECT_ON_SCALE,
-    ORDER_OF_COLLECTIVES,
-    SOAP,
-    distributed_optimizer,
-    lists_in_loop,
-    loss_scale_keys,
-    optimizer_of,
-    repeats_to_the_bit,
-)
+from megaaccum.config import Plan, megatron_arguments
 from megaaccum.distributed.start import groups_of
 from megaaccum.errors import ConfigError
 from megaaccum.loop.contract import get_forward_backward_func, wrap
@@ -100,8 +87,11 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
     """The plan that Megatron's arguments and `keys` make. Its first notes are on arguments that act otherwise here.
     Raises ConfigError."""
     flags = megatron_training.flags_of_run(args)
-    rows = [(row, ", ".join(flags[name] for name in row.names if name in flags)) for row in lists_in_loop()]
-    chosen, notes, problems = optimizer_of(args, flags)
+    rows = [
+        (row, ", ".join(flags[name] for name in row.names if name in flags))
+        for row in megatron_arguments.lists_in_loop()
+    ]
+    chosen, notes, problems = megatron_arguments.optimizer_of(args, flags)
     problems += [row.text(shown) for row, shown in rows if shown and row.loop == "refuse"]
     if problems:
         raise ConfigError(problems).printed_once()
@@ -120,17 +110,17 @@ def plan_of(args: Any, keys: Mapping[str, Any]) -> Plan:
 def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """The keys that arguments of other names set, or those that have an effect with another one alone. keys: those that
     are given beside them, and outrank them."""
-    acting = loss_scale_keys(args)
-    idle = [flags[name] for name in LOSS_SCALE if name in flags and name not in acting]
+    acting = megatron_arguments.loss_scale_keys(args)
+    idle = [flags[name] for name in megatron_arguments.LOSS_SCALE if name in flags and name not in acting]
     if idle:
-        notes.append(f"{', '.join(idle)}: {NO_EFFECT_ON_SCALE[args.fp16]}.")
+        notes.append(f"{', '.join(idle)}: {megatron_arguments.NO_EFFECT_ON_SCALE[args.fp16]}.")
     values: dict[str, Any] = {name: getattr(args, name) for name in acting}
     is_muon, is_lion = args.optimizer in ("muon", "dist_muon"), args.optimizer == "lion"
     if is_muon:
         # Megatron orthogonalises gate and up projection as one matrix.
-        values |= {name: getattr(args, name) for name in MUON} | {"muon_split_gated": False}
-    values |= {name: getattr(args, name) for name in LION} if is_lion else {}
-    values |= SOAP if args.optimizer == "soap" else {}
+        values |= {name: getattr(args, name) for name in megatron_arguments.MUON} | {"muon_split_gated": False}
+    values |= {name: getattr(args, name) for name in megatron_arguments.LION} if is_lion else {}
+    values |= megatron_arguments.SOAP if args.optimizer == "soap" else {}
     for optimizer, acts in (("muon", is_muon), ("lion", is_lion)):
         unused = [text for name, text in flags.items() if name.startswith(f"{optimizer}_")]
         if unused and not acts:
@@ -140,14 +130,14 @@ def _translated(args: Any, flags: Mapping[str, str], keys: Mapping[str, Any], no
     # Megatron moves --use-distributed-optimizer to the other argument where the optimizer is Muon.
     shards_state = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
     if shards_state and not {"backend", "zero_stage"} & keys.keys():
-        chosen, note = distributed_optimizer(args, offload=bool(args.optimizer_cpu_offload))
+        chosen, note = megatron_arguments.distributed_optimizer(args, offload=bool(args.optimizer_cpu_offload))
         values |= chosen
         notes += [f"--use-distributed-optimizer: {note}"] if note else []
     if args.deterministic_mode:
-        if repeats_to_the_bit(values | dict(keys)):
+        if megatron_arguments.repeats_to_the_bit(values | dict(keys)):
             values["deterministic"] = True
         else:
-            notes.append(ORDER_OF_COLLECTIVES)
+            notes.append(megatron_arguments.ORDER_OF_COLLECTIVES)
     return values
 
 

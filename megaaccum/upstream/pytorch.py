@@ -293,11 +293,14 @@ def _tell_waited(heard: Heard, seconds: float) -> None:
 
 
 def noting(method: Callable[..., Any], collective: str, position: int) -> Callable[..., Any]:
-    """`method` of a ProcessGroup, telling the listeners of its tensors."""
+    """`method` of a ProcessGroup, telling the listeners of its tensors. While there are any, an all-reduce over one
+    rank does nothing: Megatron's cross entropy makes three for each micro-batch also without tensor parallelism, and on
+    gloo each takes 0.1 ms."""
 
     def call(group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not _listeners or group.size() == 1:
-            return method(group, *args, **kwargs)
+            skips = _listeners and collective == "all_reduce" and _keeps_one(args[-1])
+            return _done(args[0]) if skips else method(group, *args, **kwargs)
         start = time.perf_counter()
         work = method(group, *args, **kwargs)
         seconds = time.perf_counter() - start
@@ -314,6 +317,21 @@ def noting(method: Callable[..., Any], collective: str, position: int) -> Callab
         return work
 
     return call
+
+
+def _keeps_one(options: Any) -> bool:
+    """Whether an all-reduce with these options leaves the tensor of a single rank as it is; a product by a factor
+    (PREMUL_SUM) does not."""
+    operators = torch.distributed.ReduceOp
+    kept = operators.SUM, operators.AVG, operators.MAX, operators.MIN
+    return any(getattr(options, "reduceOp", None) == each for each in kept)
+
+
+def _done(tensors: Any) -> torch.distributed.Work:
+    """The handle of a collective that is done (torch 2.13: `_create_work_from_future`)."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(tensors)
+    return cast("torch.distributed.Work", vars(torch._C._distributed_c10d)["_create_work_from_future"](future))
 
 
 def _from_others(sizes: list[int], group: torch.distributed.ProcessGroup, splits: Sequence[int] | None) -> list[int]:

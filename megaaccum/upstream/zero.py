@@ -185,6 +185,7 @@ class Zero3(ZeroDriver):
         self._accumulators: dict[int, torch.Tensor] = {
             id(param): accumulators[partitioned(param).ds_id] for param in self.params
         }
+        self._on_device = [] if self._offloads else list(self._padded_shards())
         self._coming = start_gather([])
 
     @property
@@ -254,22 +255,25 @@ class Zero3(ZeroDriver):
     def finish_reduction(self) -> None:
         """Reduce the last bucket and give the optimizer its partitions, with zeros as padding."""
         super().finish_reduction()
-        for param, shard, _ in self._padded_shards():
+        for *_, padding in self._on_device or self._padded_shards():
             # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
-            if shard.numel() > (count := self._own[id(param)][1]):
-                shard[count:].zero_()
+            if padding.numel():
+                padding.zero_()
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""
-        for param, shard, start in self._padded_shards():
-            yield param, shard[: self._own[id(param)][1]], start
+        for param, shard, start, _ in self._on_device or self._padded_shards():
+            yield param, shard, start
 
-    def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
-        """Shards with their padding. They lie where DeepSpeed's `_get_fp32_grad_state_partition` finds them; that would
-        wait for the reduction stream in each call, which the epilogue has done."""
+    def _padded_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, torch.Tensor]]:
+        """Shards, and what pads them. They lie where DeepSpeed's `_get_fp32_grad_state_partition` finds them; that
+        would wait for the reduction stream in each call, which the epilogue has done. On the device they are the same
+        views in each step (`_on_device`)."""
         read = self._read_on_host if self._offloads else self.accumulator
         for param in self.params:
-            yield param, read(param), self._own[id(param)][0]
+            start, count = self._own[id(param)]
+            shard, padding = read(param).tensor_split((count,))
+            yield param, shard, start, padding
 
     def _read_on_host(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The gradient that an optimizer in host memory reads, flat and padded."""

@@ -362,7 +362,7 @@ def departures(name: str, m: int, experts: int | None) -> list[str]:
     from megaaccum.executor.p2p import Mail
 
     events: list[str] = []
-    send, calc = Mail.send, passes.forward_step_calc_loss
+    send, calc = Mail.send, passes.schedules.forward_step_calc_loss
 
     def noted(event, function):
         return lambda *args, **keys: (events.append(event), function(*args, **keys))[1]
@@ -371,7 +371,7 @@ def departures(name: str, m: int, experts: int | None) -> list[str]:
     model[0].config.num_moe_experts = experts
     with (
         mock.patch.object(Mail, "send", noted("send", send)),
-        mock.patch.object(passes, "forward_step_calc_loss", noted("calc", calc)),
+        mock.patch.object(passes.schedules, "forward_step_calc_loss", noted("calc", calc)),
     ):
         run(get_forward_backward_func(name, own=True, allow_underfilled_pipeline=True), model, groups, m)
     return events

@@ -6,18 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaaccum.config import megatron_arguments
 from megaaccum.config.batch_ramp import BatchRamp, parse_schedule, requested_intervals
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys, unmet_need, value
-from megaaccum.config.megatron_arguments import (
-    LOSS_SCALE,
-    NO_EFFECT_ON_SCALE,
-    ORDER_OF_COLLECTIVES,
-    distributed_optimizer,
-    loss_scale_keys,
-    optimizer_of,
-    repeats_to_the_bit,
-)
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json
@@ -114,17 +106,17 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
     """Set the precision of gradient sums, FP32 unless BF16 is requested, and for FP16 the loss scale."""
     if given.args.grad_reduce_in_bf16:
         reading.put("grad_reduce_dtype", "bf16", given, "grad_reduce_in_bf16")
-    acting = loss_scale_keys(given.args)
-    for name in LOSS_SCALE:
+    acting = megatron_arguments.loss_scale_keys(given.args)
+    for name in megatron_arguments.LOSS_SCALE:
         if given.has(name) and name in acting:
             reading.put(name, getattr(given.args, name), given, name)
         elif given.has(name) and getattr(given.args, name):
-            reading.notes.append(f"{given.written[name]}: {NO_EFFECT_ON_SCALE[given.args.fp16]}.")
+            reading.notes.append(f"{given.written[name]}: {megatron_arguments.NO_EFFECT_ON_SCALE[given.args.fp16]}.")
 
 
 def _optimizer(given: ParsedFlags, reading: Reading) -> None:
     """Set the optimizer."""
-    chosen, notes, problems = optimizer_of(given.args, given.written)
+    chosen, notes, problems = megatron_arguments.optimizer_of(given.args, given.written)
     if given.has("optimizer") and not problems:
         reading.put("optimizer", chosen, given, "optimizer")
     reading.notes += notes
@@ -193,7 +185,7 @@ def _sharding(given: ParsedFlags, reading: Reading) -> None:
         reading.put("zero_stage", _STAGES[strategy], given, name)
         reading.notes.append(f"{given.written[name]}: DeepSpeed ZeRO-{_STAGES[strategy]} shards the same in its place.")
     elif args.use_distributed_optimizer:
-        keys, note = distributed_optimizer(args, offload=offload)
+        keys, note = megatron_arguments.distributed_optimizer(args, offload=offload)
         for key, value in keys.items():
             reading.put(key, value, given, "use_distributed_optimizer")
         reading.notes += [f"--use-distributed-optimizer: {note}"] if note else []
@@ -202,10 +194,10 @@ def _sharding(given: ParsedFlags, reading: Reading) -> None:
 def _deterministic(given: ParsedFlags, reading: Reading) -> None:
     if not given.args.deterministic_mode:
         return
-    if repeats_to_the_bit(reading.values):
+    if megatron_arguments.repeats_to_the_bit(reading.values):
         reading.put("deterministic", True, given, "deterministic_mode")
     else:
-        reading.notes.append(ORDER_OF_COLLECTIVES)
+        reading.notes.append(megatron_arguments.ORDER_OF_COLLECTIVES)
 
 
 def _tokenizer(given: ParsedFlags, reading: Reading) -> None:
