@@ -6,6 +6,8 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -86,3 +88,36 @@ def test_comparisons_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path
     assert "step   2/300 | text comparisons: accuracy" in output
     (text, _) = [record["text"] for record in records if record["kind"] == "sample"]
     assert f"-> {text!r}" in output
+
+
+def with_a_damaged_corpus() -> str:
+    """The error of a sample whose prompt one rank cannot read, which others have begun to continue."""
+    import torch
+
+    from megaaccum.errors import DataError, MegaaccumError
+    from megaaccum.pretrain.training import evaluation
+
+    class Train:
+        spans = (SimpleNamespace(start=0),)
+
+        def __getitem__(self, index: int):
+            if torch.distributed.get_rank() == 1:
+                raise DataError("corpus.bin is damaged")
+            return {"tokens": torch.arange(4)}
+
+    run = SimpleNamespace(text_comparisons_every=0, sample_every=1)
+    engine = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(run=run)), batch=SimpleNamespace(seq_length=4))
+    with (
+        patch.object(evaluation, "read_run_tokenizer"),
+        patch.object(evaluation, "sample", lambda *_, **__: torch.distributed.barrier()),
+    ):
+        texts = evaluation.Texts(engine, SimpleNamespace(train=Train()), SimpleNamespace())
+        try:
+            texts.after(1, is_last=False)
+        except MegaaccumError as error:
+            return str(error)
+    return ""
+
+
+def test_a_prompt_that_one_rank_cannot_read_ends_all():
+    assert run_ranks(with_a_damaged_corpus, 2, timeout=30) == ["rank 1: corpus.bin is damaged"] * 2

@@ -82,10 +82,6 @@ class _LastLogits(GptForwardStep):
     """Reports the logits at the masked position: [1, vocabulary] on the context-parallel rank that has it, [0,
     vocabulary] on others."""
 
-    def __init__(self, groups, loss_norm: str):
-        super().__init__(groups, loss_norm)
-        self._tp = groups.tp
-
     def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         mine = output[mask.bool()].contiguous()
         parts = [torch.empty_like(mine) for _ in range(self._tp.size())]
