@@ -121,3 +121,28 @@ def with_a_damaged_corpus() -> str:
 
 def test_a_prompt_that_one_rank_cannot_read_ends_all():
     assert run_ranks(with_a_damaged_corpus, 2, timeout=30) == ["rank 1: corpus.bin is damaged"] * 2
+
+
+def of_no_number(case: Case) -> str:
+    """The error of a sample from a model whose last stage has weights that are not numbers."""
+    import torch
+
+    from megaaccum.errors import StepError
+    from megaaccum.pretrain.training.sampling import sample
+    from tests.support.engines import engine_of
+
+    engine = engine_of(case)
+    with torch.no_grad():
+        for param in engine.chunks[0].parameters() if engine.groups.pp.rank() else ():
+            param.fill_(torch.nan)
+    try:
+        sample(engine, texts.PROMPT, vocab_size=texts.VOCAB)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_logits_that_are_no_numbers_end_every_rank():
+    """The rank that draws ended in an error of torch, and the others waited for its token."""
+    for error in run_ranks(of_no_number, 2, Case(2, "--pp 2 --num_chunks 4 --backend ddp", SMALL), timeout=40):
+        assert error == "rank 1: the model gives logits that are not numbers, of which no token can be drawn"

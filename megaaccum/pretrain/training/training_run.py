@@ -184,7 +184,7 @@ class TrainingRun:
     def close(self) -> None:
         """Write the summary and leave the process groups. Collective over the world; raises on every rank."""
         seconds = between_steps(self._stopwatch.pop())
-        raise_on_all_ranks(self.log.close, self.outcome, checkpoint=self.saver.written(), seconds=seconds)
+        raise_on_all_ranks(lambda: self.log.close(self.outcome, checkpoint=self.saver.written(), seconds=seconds))
         end_process_group()
 
 
