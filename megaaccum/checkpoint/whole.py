@@ -109,7 +109,8 @@ class WholeWeights:
             kind = dtype if dtype is not None and shares[0].dtype.is_floating_point else shares[0].dtype
             joined = self._join(name, shares, kind, shares[0].rank if rank is None else rank)
             if rank is None:
-                joined = self._spread(joined, shares, kind)
+                joined = torch.empty(shares[0].pieces[0].shape, dtype=kind) if joined is None else joined
+                dist.broadcast(joined, shares[0].rank, group=self._group)
             if joined is not None:
                 yield name, joined
 
@@ -131,12 +132,6 @@ class WholeWeights:
                     dist.recv(part, share.rank, group=self._group)
                 copy_runs(part, whole.view(-1), piece, into_whole=True)
         return whole
-
-    def _spread(self, joined: torch.Tensor | None, shares: list[_Share], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that the first of `shares` has joined, on every rank."""
-        tensor = torch.empty(shares[0].pieces[0].shape, dtype=dtype) if joined is None else joined
-        dist.broadcast(tensor, shares[0].rank, group=self._group)
-        return tensor
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Piece:
@@ -180,18 +175,19 @@ def _put(
     tp: int,
 ) -> None:
     _check_cuts(waiting, tp)
+    problems = []  # raised at the end: the weights may be another engine's, whose ranks make each of them together
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in known:
-            raise CheckpointError(f"the model has no parameter {name} (it is there twice, or of another model)")
+            problems.append(f"the model has no parameter {name} (it is there twice, or of another model)")
         for piece, target in waiting.pop(name, []):
             if tuple(tensor.shape) != piece.shape:
-                raise CheckpointError(
-                    f"{name} is {as_product(tensor.shape)}, but {as_product(piece.shape)} in the model"
-                )
-            if isinstance(tensor, torch.Tensor):
+                problems.append(f"{name} is {as_product(tensor.shape)}, but {as_product(piece.shape)} in the model")
+            elif isinstance(tensor, torch.Tensor):
                 copy_runs(target.detach(), tensor.detach().reshape(-1), piece, into_whole=False)
             else:
                 tensor.read(piece, target.detach())
         known.discard(name)
     if waiting:
-        raise CheckpointError(f"the weights lack {listed(sorted(waiting))}")
+        problems.append(f"the weights lack {listed(sorted(waiting))}")
+    if problems:
+        raise CheckpointError(problems[0])

@@ -48,7 +48,7 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError(
             "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
         )
-    optimizer = factory(raise_on_all_ranks(_trained, chunks))
+    optimizer = raise_on_all_ranks(lambda: factory(_trained(chunks)))
     raise_on_all_ranks(_check_own, optimizer, plan, chunks)
     return optimizer
 

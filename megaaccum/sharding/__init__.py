@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 
 from megaaccum.config import Plan
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import FlushError, listed
 from megaaccum.executor import blocks
@@ -54,7 +55,7 @@ def build(
         blocks.cut_columns(chunks, columns, groups.tp)
     if (sequences := sharding.reproducible_context_blocks or 1) > 1:
         blocks.cut_sequences(chunks, sequences, groups.collection.cp)
-    backend = kind(plan, groups, chunks, optimizer)
+    backend = raise_on_all_ranks(kind, plan, groups, chunks, optimizer)  # which may refuse one stage alone
     if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)

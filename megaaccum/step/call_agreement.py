@@ -25,7 +25,8 @@ _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward",
 _CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
-_NO_WEIGHTS = 2**20  # more than there are ranks
+MORE_THAN_RANKS = 2**20
+"""Weight of a second kind of ranks in a sum that counts two."""
 
 
 def on_step(
@@ -61,7 +62,7 @@ def on_step(
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
         copies = torch.distributed.get_world_size() // steps.groups.dp.size()
-        return agreed.stop, "", math.nan if unknown >= _NO_WEIGHTS else None if unknown else total / copies
+        return agreed.stop, "", math.nan if unknown >= MORE_THAN_RANKS else None if unknown else total / copies
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
     policy = plan.config.step.short_batch
     note = short_batch.too_few(counts, dp_ranks, wanted=batch.num_microbatches, policy=policy, step=step)
@@ -69,9 +70,9 @@ def on_step(
 
 
 def _whole_number(weights: Sequence[float] | None) -> tuple[int, int]:
-    """(the sum of weights, 0), (0, 1) for no whole numbers, which are added up as they are, or (0, _NO_WEIGHTS)."""
+    """(the sum of weights, 0), (0, 1) for no whole numbers, which are added up as they are, or (0, MORE_THAN_RANKS)."""
     if weights is None:
-        return 0, _NO_WEIGHTS
+        return 0, MORE_THAN_RANKS
     total = math.fsum(weights)
     return (int(total), 0) if total.is_integer() and abs(total) < 2**40 else (0, 1)
 

@@ -41,9 +41,10 @@ def without_nonfinite(steps: TrainStep, opened: OpenStep, findings: Findings) ->
     opened.restore()
     every = {batch.first + i: each for batch in opened.calls for i, each in enumerate(batch.data)}
     lengths = {batch.first + i: length for batch in opened.calls for i, length in enumerate(batch.lengths or ())}
-    healthy = next((index for index in every if index not in mine), -1)
-    replaced = {index: short_batch.stand_in(every[index], every.get(healthy)) for index in mine}
-    others = [index for index, each in replaced.items() if healthy in lengths and each is every[healthy]]
+    healthy = next((index for index in range(opened.num_microbatches) if index not in mine), -1)
+    # A stage in the middle may have an empty list.
+    replaced = {index: short_batch.stand_in(every.get(index), every.get(healthy)) for index in mine}
+    others = [index for index, each in replaced.items() if healthy in lengths and each is every.get(healthy)]
     other_length = dict.fromkeys(others, lengths.get(healthy, 0))
     calls = [replace(batch.without(replaced, other_length), total_weight=None) for batch in opened.calls]
     steps.begin_attempt(opened, world_sums.divisor_of(steps, calls, alone=opened.divisor.total is not None))

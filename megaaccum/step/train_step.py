@@ -333,10 +333,13 @@ class TrainStep:
             bits = -1 if total is None else int(torch.as_tensor(total, dtype=torch.float64).view(torch.int64))
             known = dict(num_microbatches=len(batch), total_weight=bits)
             expected = round(batch.expected or self.batch.micro_batch_size * self.batch.seq_length)
-            agreed = self.agree_on_call("forward_backward", None, add=(expected, batch.weights is None), **known)
+            lacks = (batch.weights is None) + (not batch.can_run_again) * call_agreement.MORE_THAN_RANKS
+            agreed = self.agree_on_call("forward_backward", None, add=(expected, lacks), **known)
             batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
-            if agreed.sums[1]:  # some rank does not know its weights
-                batch = replace(batch, weights=None)
+            # What some rank does not know, or cannot run again or in several flushes, none does.
+            iterators, unknown = divmod(agreed.sums[1], call_agreement.MORE_THAN_RANKS)
+            data = iter(batch.data) if iterators and batch.can_run_again else batch.data
+            batch = replace(batch, data=data, weights=None if unknown else batch.weights)
             count, planned = batch.first + len(batch), self.batch.num_microbatches
             last = count == planned if last is None else last
             # A power of two near the mean of what ranks expect, which may differ, has to be the same on all.

@@ -59,6 +59,32 @@ def with_a_bad_rank(folder: str) -> int | str:
         return str(error)
 
 
+def of_two_hosts(folder: str) -> str:
+    """The error of a run on ranks whose hosts have different corpora under one name."""
+    from megaaccum.cli import train
+    from megaaccum.errors import RankDisagreement
+    from tests.support.data_samples import counting_pair
+    from tests.support.whole_runs import flags
+
+    rank = int(os.environ["RANK"])
+    host = Path(folder) / f"host{rank}"
+    counting_pair(host / "corpus", num_documents=50 - 25 * rank)
+    os.chdir(host)
+    keys = dict(data_path="corpus", data_cache_path="cache", output_dir=Path(folder) / "run")
+    try:
+        train.main(flags(host, pipeline_model_parallel_size=1, pp_microbatches=2, **keys))
+    except RankDisagreement as error:
+        return str(error)
+    return ""
+
+
+def test_hosts_with_different_data_end_before_the_first_step(tmp_path):
+    """Their ranks trained on both corpora, or made other numbers of evaluations."""
+    for error in run_ranks(of_two_hosts, 2, str(tmp_path), init=False, timeout=60):
+        assert "ranks disagree about the data of their hosts (rank 0: data 1 of 2,000 tokens of corpus" in error
+        assert "rank 1: data 1 of 1,000 tokens of corpus" in error
+
+
 @pytest.mark.parametrize("init", [True, False])
 def test_a_rank_with_bad_data_fails_alone_and_at_once(tmp_path, init):
     """Hosts need no shared file system. Megatron's own builder would leave rank 0 in a barrier."""

@@ -103,6 +103,24 @@ def with_a_list(rank):
     return chunk
 
 
+def with_a_list_on_the_last(rank):
+    return with_a_list(rank) if rank else chunk_of(rank)
+
+
+def of_nothing_on_one_stage() -> str:
+    """Initialize with a user's own optimizer that fails on the last stage alone."""
+    import torch
+
+    from megaaccum.errors import MegaaccumError
+
+    is_last = torch.distributed.get_rank() == 1
+    try:
+        engine(optimizer=lambda params: torch.optim.AdamW([] if is_last else params))
+    except (MegaaccumError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def of_no_stage(rank):
     chunk = chunk_of(rank)
     del chunk.name_in_model
@@ -190,6 +208,8 @@ def wrong_models() -> dict[str, str]:
         "scalar": said(lambda: engine(with_scalar)),
         "wrapped": said(lambda: engine(wrapped)),
         "list": said(lambda: engine(with_a_list, streaming)),
+        "list on one stage": said(lambda: engine(with_a_list_on_the_last, streaming)),
+        "an optimizer of nothing": of_nothing_on_one_stage(),
         "names": said(lambda: engine(of_no_stage)),
         "dtypes": said(lambda: engine(of_two_dtypes)),
         "other stage": said(lambda: engine(lambda rank: chunk_of(1 - rank))),
@@ -216,6 +236,7 @@ MODELS = {
     "scalar": "stages.0.scale: a scalar, which deepspeed does not take; make it a tensor of shape [1]",
     "wrapped": "the model (DistributedDataParallel) reduces gradients or cuts parameters already: give the module",
     "list": "scales.0 lie beside modules that have parameters too, or in a list",
+    "list on one stage": "rank 1: sync streaming gathers a module's parameters as its forward begins, and scales.0 lie",
     "names": SAME_NAMES,
     "names in a loop": SAME_NAMES,
     "dtypes": "stages of the pipeline send float32 and bfloat16: build their parameters in one dtype",
@@ -237,6 +258,9 @@ def test_models_that_do_not_fit():
     by_rank = run_ranks(wrong_models, 2, timeout=60)
     for case, words in MODELS.items():
         assert all(words in seen[case] and "ConfigError" in seen[case] for seen in by_rank), (case, by_rank)
+    problem = "ValueError: optimizer got an empty parameter list"
+    said = [seen["an optimizer of nothing"] for seen in by_rank]
+    assert said == [f"LaunchError: rank 1: ended with {problem}", problem]
 
 
 def weighed(weight):

@@ -103,6 +103,42 @@ def test_a_divisor_that_still_counts_the_bad_microbatches_is_seen():
     assert any("error" in problem for problem in problems(case, run_ranks(without_correction, 4, case), REST))
 
 
+def in_three_stages(read: str) -> tuple[str, int]:
+    """Note and dropped micro-batches of a step of a user's own model whose second micro-batch is not finite. The stage
+    in the middle reads nothing, and has an empty list; read: what the last stage is given."""
+    from megaaccum import Plan, initialize
+    from megaaccum.distributed import groups
+    from tests.multiproc.test_engine_inputs import batches, chunk_of
+
+    def forward_step(data_iterator, chunk):
+        batch = next(data_iterator) if chunk.pre_process or chunk.post_process else None
+        factor = NAN if chunk.post_process and batch[0, 0, 0] == 0 else 1.0
+        return chunk(batch), lambda out: (out.square().sum() * factor, out.new_tensor(4.0), {})
+
+    groups.destroy()
+    batch = dict(micro_batch_size=1, seq_length=16, pp_microbatches=6)
+    plan = Plan.of(layout=dict(pp=3), batch=batch, step=dict(nonfinite="drop_microbatch"), world_size=3)
+    rank = torch.distributed.get_rank()
+    keys = dict(forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    engine = initialize(plan, [chunk_of(rank, 3)], **keys)
+    data = batches(6)
+    data[1][0, 0, 0] = 0
+    given = [data, [], iter(data) if read == "iterator" else data][rank]
+    engine.forward_backward(given, num_microbatches=6)
+    result = engine.optim_step()
+    return result.note, result.sanitized
+
+
+@pytest.mark.parametrize(
+    ("read", "words", "dropped"),
+    [("list", "micro-batch 1 of data-parallel rank 0", 1), ("iterator", "its micro-batches came from an iterator", 0)],
+)
+def test_stages_that_read_in_other_ways_look_for_the_bad_microbatches_together_or_not(read, words, dropped):
+    """Ranks with a list ran the step again, and waited for the one with an iterator, which did not."""
+    for note, sanitized in run_ranks(in_three_stages, 3, read, timeout=40):
+        assert words in note and sanitized == dropped
+
+
 def test_a_fault_that_does_not_come_back_drops_nothing():
     once = [Fault(1, 1, value=NAN, times=1)]
     cases = [Case(4, PIPELINE + "--nonfinite drop_microbatch ", FOUR), Case(4, PIPELINE, FOUR)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 from megaaccum.errors import ConfigError, DataError, MegaaccumError
 from megaaccum.lab.verification.testing import run_ranks
@@ -53,3 +55,32 @@ def test_a_problem_of_one_rank_is_raised_on_all():
         "returned None",
     ]
     assert zero[3:] == one[3:] == two[3:] == expected
+
+
+def around_a_save() -> list[str]:
+    """The errors of a save, and of a run's end, before which one rank's host cannot read or write a file."""
+    import torch
+
+    from megaaccum.checkpoint import save_load
+    from megaaccum.pretrain.training.saver import Saver
+    from megaaccum.pretrain.training.training_run import TrainingRun
+
+    def on_1(*_: object) -> None:
+        if os.environ["RANK"] == "1":
+            raise DataError("/cache is full")
+
+    saver = Saver(MagicMock(), SimpleNamespace(state=on_1))
+    saver.engine.plan.config.run.async_save = False
+    run = MagicMock(saver=SimpleNamespace(written=on_1))
+    said = []
+    for call in (saver.save, lambda: TrainingRun.close(run)):
+        with patch.object(save_load, "save", lambda *_, **__: torch.distributed.barrier()):  # which waits for all
+            try:
+                call()
+            except DataError as error:
+                said.append(str(error))
+    return said
+
+
+def test_files_that_one_host_cannot_use_around_a_save_end_all_ranks():
+    assert run_ranks(around_a_save, 2, timeout=30) == [["rank 1: /cache is full"] * 2] * 2

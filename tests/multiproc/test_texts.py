@@ -6,6 +6,8 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -86,3 +88,61 @@ def test_comparisons_and_sample_are_printed_and_logged_under_a_pipeline(tmp_path
     assert "step   2/300 | text comparisons: accuracy" in output
     (text, _) = [record["text"] for record in records if record["kind"] == "sample"]
     assert f"-> {text!r}" in output
+
+
+def with_a_damaged_corpus() -> str:
+    """The error of a sample whose prompt one rank cannot read, which others have begun to continue."""
+    import torch
+
+    from megaaccum.errors import DataError, MegaaccumError
+    from megaaccum.pretrain.training import evaluation
+
+    class Train:
+        spans = (SimpleNamespace(start=0),)
+
+        def __getitem__(self, index: int):
+            if torch.distributed.get_rank() == 1:
+                raise DataError("corpus.bin is damaged")
+            return {"tokens": torch.arange(4)}
+
+    run = SimpleNamespace(text_comparisons_every=0, sample_every=1)
+    engine = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(run=run)), batch=SimpleNamespace(seq_length=4))
+    with (
+        patch.object(evaluation, "read_run_tokenizer"),
+        patch.object(evaluation, "sample", lambda *_, **__: torch.distributed.barrier()),
+    ):
+        texts = evaluation.Texts(engine, SimpleNamespace(train=Train()), SimpleNamespace())
+        try:
+            texts.after(1, is_last=False)
+        except MegaaccumError as error:
+            return str(error)
+    return ""
+
+
+def test_a_prompt_that_one_rank_cannot_read_ends_all():
+    assert run_ranks(with_a_damaged_corpus, 2, timeout=30) == ["rank 1: corpus.bin is damaged"] * 2
+
+
+def of_no_number(case: Case) -> str:
+    """The error of a sample from a model whose last stage has weights that are not numbers."""
+    import torch
+
+    from megaaccum.errors import StepError
+    from megaaccum.pretrain.training.sampling import sample
+    from tests.support.engines import engine_of
+
+    engine = engine_of(case)
+    with torch.no_grad():
+        for param in engine.chunks[0].parameters() if engine.groups.pp.rank() else ():
+            param.fill_(torch.nan)
+    try:
+        sample(engine, texts.PROMPT, vocab_size=texts.VOCAB)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_logits_that_are_no_numbers_end_every_rank():
+    """The rank that draws ended in an error of torch, and the others waited for its token."""
+    for error in run_ranks(of_no_number, 2, Case(2, "--pp 2 --num_chunks 4 --backend ddp", SMALL), timeout=40):
+        assert error == "rank 1: the model gives logits that are not numbers, of which no token can be drawn"

@@ -16,6 +16,7 @@ from megaaccum.lab.verification import borders
 from megaaccum.lab.verification.case import UserModel
 from megaaccum.lab.verification.relations import CLOSE
 from megaaccum.lab.verification.shrink import as_case
+from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.lab.verification.user_model import case_of
 from megaaccum.lab.verification.verdict import CANNOT, PASSED, Verifier
 from megaaccum.pretrain.interop.load import load
@@ -253,3 +254,27 @@ def test_the_path_of_a_gpu_is_taken_on_a_cpu(tmp_path):
     for lane in ("fp32", "bf16"):
         (row,) = (row for row in lanes[lane]["rows"] if row["kind"] == "one process")
         assert 0 < row["error"] < row["bound"] / 2
+
+
+def refused_by_all() -> str:
+    """Verify on ranks of a launcher, all of which end in a StepError."""
+    from unittest.mock import patch
+
+    from megaaccum.errors import StepError
+    from megaaccum.lab.verification import launched
+
+    config = make(pipeline_model_parallel_size=2)
+    case = as_case(config, resolve(config, world_size=2), shrink=False).case
+    problem = StepError("step 1: the gradient is not finite")
+    with patch("megaaccum.lab.verification.on_ranks.observed", side_effect=problem):
+        try:
+            launched.together(case, lambda observe: observe(case, 1, False))
+        except StepError as error:
+            return str(error)
+    return ""
+
+
+def test_an_error_of_all_ranks_of_a_launcher_is_the_outcome():
+    """The first sent it to the others, which were leaving."""
+    for error in run_ranks(refused_by_all, 2, init=False, timeout=40):
+        assert error == "step 1: the gradient is not finite"

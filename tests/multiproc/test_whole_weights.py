@@ -145,6 +145,27 @@ def test_wrong_weights_are_named_on_every_rank(kind, text):
         assert after.startswith("StepError: the engine failed before (CheckpointError")
 
 
+def of_a_wider_model() -> str:
+    """Load the weights of one engine into another, as they come; a matrix of the first stage has other sizes."""
+    import torch
+
+    from tests.multiproc.test_engine_inputs import chunk_of, engine, said
+
+    def sized(width: int, rank: int):
+        chunk = chunk_of(rank)
+        if rank == 0:
+            chunk.more = torch.nn.Linear(8, width)
+        return chunk
+
+    narrow, wide = (engine(lambda rank, width=width: sized(width, rank)) for width in (4, 6))
+    return said(lambda: wide.load_weights(narrow.whole_weights()))
+
+
+def test_weights_of_another_engine_that_do_not_fit_one_stage_end_on_every_rank():
+    for error in run_ranks(of_a_wider_model, 2, timeout=30):
+        assert error == "CheckpointError: rank 0: stages.0.more.weight is 4 x 8, but 6 x 8 in the model"
+
+
 def train_transformers(folder: str, sharding: dict) -> tuple[str, float]:
     """Train a transformers model, write it by the line that the error says; the error, and this rank's loss."""
     import torch

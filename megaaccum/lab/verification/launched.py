@@ -87,16 +87,16 @@ def _observe(case: Case, steps: int, at_borders: bool) -> list[Observed]:
 
 
 def _gather(request: tuple[Case, int, bool]) -> list[Observed]:
-    """The steps of every rank, on the first; an empty list elsewhere. Raises ConfigError if ranks refuse the case."""
+    """The steps of every rank, on the first; an empty list elsewhere. Raises what all ranks raise."""
     mine: Any
     try:
         mine = on_ranks.observed(*request)
-    except ConfigError as error:  # all ranks raise it together
-        mine = error.problems
+    except MegaaccumError as error:  # all ranks raise it together
+        mine = error
     found: list[Any] = [None] * num_ranks()
     dist.gather_object(mine, found if is_first() else None)
-    if is_first() and isinstance(found[0], list):
-        raise ConfigError(found[0])
+    if is_first() and isinstance(found[0], MegaaccumError):
+        raise found[0]
     return found if is_first() else []
 
 

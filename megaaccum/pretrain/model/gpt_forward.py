@@ -41,7 +41,7 @@ class GptForwardStep:
     """It draws no random number outside its chunk, so that it need not be seeded."""
 
     def __init__(self, groups: Groups, loss_norm: str):
-        self._cp = groups.collection.cp
+        self._cp, self._tp = groups.collection.cp, groups.tp
         self._per_token = loss_norm == "token"
         self._forms: WeakKeyDictionary[Any, _Form] = WeakKeyDictionary()
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megaaccum.config.batch import BatchPlan
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.engine import Engine
 from megaaccum.errors import MegaaccumError
 from megaaccum.pretrain.data.dataset import Datasets
@@ -69,7 +70,8 @@ class Texts:
     def _sample(self, step: int) -> _Record:
         assert self._tokenizer is not None
         train, most = self._data.train, min(NUM_PROMPT, self._engine.batch.seq_length - 1)
-        prompt = train[train.spans[0].start]["tokens"][:most].tolist()  # a resumed run has none before its spans
+        first = raise_on_all_ranks(train.__getitem__, train.spans[0].start)  # a resumed run has none before its spans
+        prompt = first["tokens"][:most].tolist()
         drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
         before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
         return "sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}"

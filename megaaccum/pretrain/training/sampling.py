@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.config import Plan
+from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.engine import Engine
+from megaaccum.errors import StepError
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model.gpt_forward import GptForwardStep
 from megaaccum.pretrain.training.text_comparisons import Row, microbatch_of
+from megaaccum.step.loss import Reports
 
 NUM_TOKENS, NUM_PROMPT = 24, 8
 """Tokens of a sample, and of the training text that is its prompt."""
@@ -28,7 +31,9 @@ class Draw:
     top_p: float = 1.0
 
     def token(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """A token of `logits` [vocabulary]."""
+        """A token of `logits` [vocabulary]. Raises StepError if they are not numbers."""
+        if logits.isnan().any():
+            raise StepError("the model gives logits that are not numbers, of which no token can be drawn")
         if self.temperature == 0:
             return int(logits.argmax())
         ranked, tokens = logits.double().cpu().sort(descending=True, stable=True)
@@ -51,19 +56,21 @@ def sample(
     """The tokens that continue `prompt`, drawn by the run's seed and step; fewer if the sequence is full, or up to one
     of `stops`. Collective over the world, the same on every rank. Leaves the training's random states and data
     unchanged."""
-    draw = draw or Draw()
-    plan, tokens = engine.plan, list(prompt)
+    way, plan, tokens = draw or Draw(), engine.plan, list(prompt)
     generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
     forward = _LastLogits(engine.groups, "token")
+
+    def next_token(reports: list[Reports]) -> int:
+        """On the rank that draws it; -1 on the others."""
+        logits = reports[0]["logits"] if reports and engine.groups.dp.rank() == 0 else torch.empty(0)  # last stage
+        return way.token(logits[0, :vocab_size], generator) if len(logits) else -1
+
     for _ in range(min(num_tokens, plan.batch.seq_length - len(prompt))):
         # A row is scored at its last token, of which nothing is known here; without labels the model gives logits.
         given = microbatch_of([Row([*tokens, 0], 1)], plan.batch.micro_batch_size, plan.batch.seq_length)
         del given["labels"]
         reports = engine.forward([given] * _fewest(plan), forward_step_func=forward)
-        drawn = torch.tensor(-1, device=cpu.device())
-        logits = reports[0]["logits"] if reports else None  # on the last stage
-        if logits is not None and len(logits) and engine.groups.dp.rank() == 0:
-            drawn.fill_(draw.token(logits[0, :vocab_size], generator))
+        drawn = torch.tensor(raise_on_all_ranks(next_token, reports), device=cpu.device())
         dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
         tokens.append(int(drawn))
         if tokens[-1] in stops:
@@ -81,10 +88,6 @@ def _fewest(plan: Plan) -> int:
 class _LastLogits(GptForwardStep):
     """Reports the logits at the masked position: [1, vocabulary] on the context-parallel rank that has it, [0,
     vocabulary] on others."""
-
-    def __init__(self, groups, loss_norm: str):
-        super().__init__(groups, loss_norm)
-        self._tp = groups.tp
 
     def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         mine = output[mask.bool()].contiguous()

@@ -111,7 +111,7 @@ class Saver:
             with suppress(CheckpointError):  # that may be the error; its step is written again
                 self.finish()
             texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
-        except CheckpointError as second:
+        except MegaaccumError as second:
             texts.append(str(second))
         return type(error)("\n".join(dict.fromkeys(texts))).printed_once()
 
@@ -129,17 +129,12 @@ class Saver:
 
     def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
         """Call `write` (save_load.save or BackgroundSave) with this run's present state."""
-        run = self.engine.plan.config.run
+        engine, run = self.engine, self.engine.plan.config.run
+        data = raise_on_all_ranks(self.data.state, engine.consumed_samples)  # it may build an order in the cache
         return write(
-            self.folder,
-            self.engine.backend,
-            self.engine.groups,
-            self.engine.progress(self.data.state(self.engine.consumed_samples)),
-            keep_last=run.keep_last,
-            retain=run.save_retain_interval,
-            buffers=self.engine.buffers,
-            **more,
-        )
+            self.folder, engine.backend, engine.groups, engine.progress(data), keep_last=run.keep_last,
+            retain=run.save_retain_interval, buffers=engine.buffers, **more,
+        )  # fmt: skip
 
     def resume(self) -> None:
         """Load the current checkpoint of `load` (default: `save`), if there is one; if it is damaged, the one before

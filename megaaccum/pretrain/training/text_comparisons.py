@@ -58,8 +58,7 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     dp, per_call = groups.dp.size(), batch.microbatches_per_flush
     size, mine = batch.micro_batch_size, range(groups.dp.rank(), len(rows), dp)
     totals = torch.zeros(len(rows), dtype=torch.float64)
-    calls = -(-len(rows) // (dp * size * per_call))
-    for call in range(calls):
+    for call in range(-(-len(rows) // (dp * size * per_call))):
         starts = range(call * per_call * size, (call + 1) * per_call * size, size)
         at = [list(mine[start : start + size]) for start in starts]
         data = [microbatch_of([rows[index] for index in indices], size, batch.seq_length) for indices in at]

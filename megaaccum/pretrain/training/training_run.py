@@ -16,7 +16,7 @@ from megaaccum.checkpoint import save_load
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
@@ -65,6 +65,8 @@ class TrainingRun:
         self.plan = plan = raise_on_all_ranks(continued, plan)
         groups = process_groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
         data = raise_on_all_ranks(build_datasets, plan)
+        facts = data.facts | {"batches of validation": str(data.valid_batches), "digest": data.digest}
+        assert_same_on_ranks("the data of their hosts", ", ".join(map(" ".join, facts.items())))
         vocab = data.vocabulary.size
         chunks = raise_on_all_ranks(gpt.build_chunks, plan, groups, vocab_size=vocab)
         forward_step = GptForwardStep(groups, plan.batch.loss_norm)
@@ -182,7 +184,7 @@ class TrainingRun:
     def close(self) -> None:
         """Write the summary and leave the process groups. Collective over the world; raises on every rank."""
         seconds = between_steps(self._stopwatch.pop())
-        raise_on_all_ranks(self.log.close, self.outcome, checkpoint=self.saver.written(), seconds=seconds)
+        raise_on_all_ranks(lambda: self.log.close(self.outcome, checkpoint=self.saver.written(), seconds=seconds))
         end_process_group()
 
 
