@@ -82,7 +82,7 @@ class Saver:
         log. Raises CheckpointError on every rank if this one, or the one before, failed."""
         self.finish()
         if not self.engine.plan.config.run.async_save:
-            return str(self._save_now())
+            return str(self._write_by(save_load.save))
         if self._group is None:
             self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
         self._writing = self._write_by(save_load.BackgroundSave, group=self._group)
@@ -110,7 +110,8 @@ class Saver:
         try:
             with suppress(CheckpointError):  # that may be the error; its step is written again
                 self.finish()
-            texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
+            written = self._write_by(save_load.save)
+            texts.append(f"nothing is lost: {written} holds the {self.engine.step} steps before")
         except CheckpointError as second:
             texts.append(str(second))
         return type(error)("\n".join(dict.fromkeys(texts))).printed_once()
@@ -124,22 +125,20 @@ class Saver:
         elif self._writing is not None:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
 
-    def _save_now(self) -> Path:
-        return self._write_by(save_load.save)
-
     def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
-        """Call `write` (save_load.save or BackgroundSave) with this run's present state."""
+        """Call `write` (save_load.save or BackgroundSave) with this run's present state, without a step that began."""
         run = self.engine.plan.config.run
-        return write(
-            self.folder,
-            self.engine.backend,
-            self.engine.groups,
-            self.engine.progress(self.data.state(self.engine.consumed_samples)),
-            keep_last=run.keep_last,
-            retain=run.save_retain_interval,
-            buffers=self.engine.buffers,
-            **more,
-        )
+        with self.engine.train_steps.before_open():
+            return write(
+                self.folder,
+                self.engine.backend,
+                self.engine.groups,
+                self.engine.progress(self.data.state(self.engine.consumed_samples)),
+                keep_last=run.keep_last,
+                retain=run.save_retain_interval,
+                buffers=self.engine.buffers,
+                **more,
+            )
 
     def resume(self) -> None:
         """Load the current checkpoint of `load` (default: `save`), if there is one; if it is damaged, the one before
