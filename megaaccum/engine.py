@@ -359,10 +359,12 @@ class Engine:
     # --- state ---
 
     def state(self) -> dict[str, Any]:
-        """Counters, loss scale and guards, as plain numbers; the same on every rank."""
+        """Counters, loss scale, guards and noise scale, as plain numbers; the same on every rank."""
         config, steps = self.plan.config, self.train_steps
-        kept = {"train_step": steps.recovery.state_dict(), "verified": self.verified, "model": unseen(config)}
-        kept |= {"optimizer": config.optimizer.optimizer, "group_rates": group_rates(config)}
+        kept: dict[str, Any] = {"train_step": steps.recovery.state_dict(), "verified": self.verified}
+        kept |= {"optimizer": config.optimizer.optimizer, "group_rates": group_rates(config), "model": unseen(config)}
+        if steps.noise_scale is not None:
+            kept["noise_scale"] = list(steps.noise_scale.steps)
         return steps.transaction.state_dict() | kept
 
     def progress(self, data: Mapping[str, Any] | None = None) -> save_load.Progress:
@@ -488,4 +490,7 @@ class Engine:
             progress.transaction | begun, step=progress.step, consumed_samples=progress.consumed_samples
         )
         self.train_steps.recovery.load_state_dict(progress.transaction.get("train_step", {}))
+        if (noise := self.train_steps.noise_scale) is not None:
+            noise.steps.clear()
+            noise.steps.extend((float(s), float(square)) for s, square in progress.transaction.get("noise_scale", ()))
         self.verified = progress.transaction.get("verified", "")

@@ -23,10 +23,6 @@ class ChangingBuffers:
         self._waiting = set(range(len(chunks))) if is_loud else set[int]()
         self._before: dict[str, torch.Tensor] = {}
 
-    @property
-    def is_looking(self) -> bool:
-        return bool(self._waiting)
-
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         if chunk in self._waiting:
             self._before = {name: each.clone() for name, each in self._buffers(chunk)}

@@ -50,9 +50,11 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Context of one call of the step; the calls until `pop` add up."""
         self.phase("agree")
-        with self._meter.counting() as traffic:
-            yield
-        self.stopwatch.enter("between")
+        try:
+            with self._meter.counting() as traffic:
+                yield
+        finally:
+            self.stopwatch.enter("between")
         self._add(traffic)
         self._backend.memory.note("p2p", self._meter.most_receiving)
 

@@ -32,9 +32,7 @@ def flush_arguments(
         observers.append(steps.probe)
     if not forward_only:
         steps.observer.last_microbatch = batch.first + len(batch) - 1
-        observers.append(steps.observer)
-        if steps.changing_buffers.is_looking:
-            observers.append(steps.changing_buffers)
+        observers += [steps.observer, steps.changing_buffers]
     more: dict[str, Any] = {}
     if isinstance(steps.schedule, ForwardBackward):
         more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}

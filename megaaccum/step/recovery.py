@@ -159,11 +159,9 @@ class Recovery:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. A part that `state` lacks starts afresh (the precision was another)."""
-        if "bad_steps" in state:
-            bad = state["bad_steps"]
-            self._bad_in_a_row, self._bad_in_all = int(bad["in_a_row"]), int(bad["total"])
-        if "guard" in state:
-            self._guard.load_state_dict(state["guard"])
+        bad = state.get("bad_steps", {"in_a_row": 0, "total": 0})
+        self._bad_in_a_row, self._bad_in_all = int(bad["in_a_row"]), int(bad["total"])
+        self._guard.load_state_dict(state.get("guard", NormGuard(self._keys).state_dict()))
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
 

@@ -238,7 +238,7 @@ class TrainStep:
     def reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
         if problem := self.backend.sums.missing(opened.num_microbatches):
-            self.roll_back(opened)
+            self.drop(opened)
             raise StepError(f"step {opened.step}: {problem}").printed_once()
         self.observer.phase("reduce")
         self.backend.finish_reduction()
@@ -261,7 +261,7 @@ class TrainStep:
             try:
                 attempt = world_sums.with_faults(self, opened, attempt)
             except MegaaccumError:
-                self.roll_back(opened)
+                self.drop(opened)
                 raise
         return attempt
 
@@ -272,7 +272,7 @@ class TrainStep:
         try:
             return self.recovery.judge(opened.step, attempt, look=look, without=without)
         except StepError:
-            self.roll_back(opened)
+            self.drop(opened)
             raise
 
     def update(self, norm: float, factor: float) -> None:
@@ -288,9 +288,13 @@ class TrainStep:
 
     def roll_back(self, opened: OpenStep) -> None:
         """Drop the gradient, and go back to the random states and FP8 scales of before the step."""
-        self.observer.phase("optimizer")
         self.backend.discard()
         opened.restore()
+
+    def drop(self, opened: OpenStep) -> None:
+        """Roll back a step that has no result; what was measured of it is not the next one's."""
+        self.roll_back(opened)
+        self.observer.pop()
 
     def commit(self, opened: OpenStep, verdict: Attempt, *, stop: bool) -> StepResult:
         """Move loss scale, learning rate, counters and consumed samples with the verdict. Returns the step's result,
@@ -411,11 +415,9 @@ class TrainStep:
         """Context in which random states and FP8 scales are those of before the open step, if there is one. Ends a
         step that has begun before its call."""
         self.drop_begun()
-        if self.opened is None:
-            yield
-            return
         go_back = self.restorer()
-        self.opened.restore()
+        if self.opened is not None:
+            self.opened.restore()
         try:
             yield
         finally:
@@ -430,7 +432,7 @@ class TrainStep:
             return
         if opened.reduced:
             self.backend.finish_reduction()  # which the last backward has begun
-        self.roll_back(opened)
+        self.drop(opened)
 
     def gather_ahead(self) -> None:
         """Begin the gather that the next step begins with, and which counts for it."""

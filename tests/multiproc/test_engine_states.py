@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -241,6 +242,45 @@ def test_a_step_with_a_bad_loss_is_dropped_by_optim_step(tmp_path, mode):
         for name in ("optim_step 0", "optim_step 1", "forward_backward"):
             assert "a loss function has to return (sum of the losses, weight, reports)" in seen.pop(name), name
         assert set(seen.values()) == {True}, seen
+
+
+def measured(folder: str, mode: str) -> dict[str, Any]:
+    """(collectives, seconds) of a step after another that ended without a result, and a wait of the caller's."""
+    data, seen = own_batches(), {}
+    made = on(mode)
+    made.save(f"{folder}/start")
+    made.train_step(data)
+
+    def after(end) -> tuple[dict[str, int], bool]:
+        end()
+        time.sleep(0.5)
+        result = made.train_step(data)
+        seconds = dict(result.seconds)
+        return {lane: count.calls for lane, count in result.traffic.items()}, seconds.pop("between") > 0.5 > max(
+            seconds.values()
+        )
+
+    def loads() -> None:
+        made.forward_backward(data[:1])
+        made.load(f"{folder}/start")
+
+    def raises() -> None:
+        made.forward_backward(data, forward_step_func=gives_a_pair)
+        seen["said"] = said(made.optim_step)
+
+    def refuses() -> None:
+        seen["refused"] = said(lambda: made.train_step(data[:1]))
+
+    seen["due"] = after(lambda: None)
+    return seen | {"load": after(loads), "optim_step": after(raises), "train_step": after(refuses)}
+
+
+@pytest.mark.parametrize("mode", ["zero-3 streaming", "ddp"])
+def test_what_is_measured_of_a_dropped_step_is_not_the_next_ones(tmp_path, mode):
+    for seen in run_ranks(measured, 2, str(tmp_path), mode, timeout=90):
+        assert seen.pop("said") and seen.pop("refused")
+        calls, waits = seen.pop("due")
+        assert waits and seen == dict.fromkeys(("load", "optim_step", "train_step"), (calls, True))
 
 
 # --- every pair of calls ---------------------------------------------------------------------------------------------

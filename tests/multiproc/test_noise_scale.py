@@ -9,6 +9,8 @@ import torch
 
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.observe.noise_scale import Estimate, NoiseScale, estimate
+from tests.multiproc.test_engine_inputs import batches, chunk_of, engine
+from tests.multiproc.test_engine_states import BATCH
 from tests.support.parity import SYNC_MODES, Case, Rig, gradient_of, one_process, sample
 
 UNTIED = "--num_layers 4 --untie_embeddings_and_output_weights true"
@@ -97,3 +99,30 @@ def with_mistake(case: Case) -> Estimate:
 def test_sums_in_place_of_single_gradients_are_seen(truth: Estimate) -> None:
     for found in run_ranks(with_mistake, 4, CASES["float64"], timeout=60):
         assert distance(found, truth) > 0.1
+
+
+def continued(folder: str) -> list[list[dict[str, float]]]:
+    """The reports of two steps: after two others, after a load of what these left, and by a new engine's load."""
+
+    def made():
+        keys = dict(batch=BATCH, sharding=dict(backend="ddp"), step=dict(noise_scale_window=4))
+        return engine(lambda rank: chunk_of(0, 1), keys=keys)
+
+    def two_steps(engine) -> list[dict[str, float]]:
+        return [engine.train_step([each + step for each in data]).reports for step in (2, 3)]
+
+    torch.manual_seed(torch.distributed.get_rank())
+    data, first = batches(), made()
+    for step in (0, 1):
+        first.train_step([each + step for each in data])
+    first.save(folder)
+    found = [two_steps(first)]
+    for each in (first, made()):
+        each.load(folder)
+        found.append(two_steps(each))
+    return found
+
+
+def test_a_resumed_run_averages_over_the_steps_before_its_checkpoint(tmp_path) -> None:
+    for whole, same, fresh in run_ranks(continued, 2, str(tmp_path), timeout=60):
+        assert len(whole[0]) == 2 and whole == same == fresh

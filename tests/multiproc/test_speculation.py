@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -249,24 +251,30 @@ def test_a_trial_ends_the_step_that_has_begun():
     assert run_ranks(compared, 2, CASES[0], (), tried, timeout=90) == [(5, 0, False)] * 2
 
 
-def saved(folder: str) -> list[bool]:
-    """Whether each random state of a checkpoint is the one without `speculative_step`, where ranks draw on."""
+def saved(folder: str, by_saver: bool) -> list[bool]:
+    """Whether each random state of a checkpoint, the engine's or that of a training run, is the one without
+    `speculative_step`, where ranks draw on."""
     from megaaccum.checkpoint import save_load
+    from megaaccum.pretrain.training.saver import Saver
 
     def save(engine, step: int, now: list, following: list) -> dict[str, Any]:
         if step == 3:
-            checkpoint = engine.save(f"{folder}/{engine.plan.config.step.speculative_step}")
+            if by_saver:
+                checkpoint = Path(Saver(engine, SimpleNamespace(state=lambda consumed: {})).save())
+            else:
+                checkpoint = engine.save(f"{folder}/{engine.plan.config.step.speculative_step}")
             reader = save_load.CheckpointReader(checkpoint, save_load.read_progress(checkpoint).metadata_sha256)
             read.append(reader.read([key for key in reader.stored if key.startswith("rng/")]))
         return {}
 
     read: list[dict[str, torch.Tensor]] = []
-    compared(Case(2, ZBV + "--backend ddp --rng megatron"), (), save)
+    compared(Case(2, ZBV + f"--backend ddp --rng megatron --save {folder}/run"), (), save)
     return [torch.equal(each, read[1][key]) for key, each in read[0].items()]
 
 
-def test_a_checkpoint_has_the_random_states_of_before_the_step_that_has_begun(tmp_path):
-    for equal in run_ranks(saved, 2, str(tmp_path), timeout=90):
+@pytest.mark.parametrize("by_saver", [False, True])
+def test_a_checkpoint_has_the_random_states_of_before_the_step_that_has_begun(tmp_path, by_saver):
+    for equal in run_ranks(saved, 2, str(tmp_path), by_saver, timeout=90):
         assert len(equal) >= 4
         assert all(equal)
 

@@ -82,7 +82,7 @@ class Saver:
         log. Raises CheckpointError on every rank if this one, or the one before, failed."""
         self.finish()
         if not self.engine.plan.config.run.async_save:
-            return str(self._save_now())
+            return str(self._write_by(save_load.save))
         if self._group is None:
             self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
         self._writing = self._write_by(save_load.BackgroundSave, group=self._group)
@@ -110,7 +110,8 @@ class Saver:
         try:
             with suppress(CheckpointError):  # that may be the error; its step is written again
                 self.finish()
-            texts.append(f"nothing is lost: {self._save_now()} holds the {self.engine.step} steps before")
+            written = self._write_by(save_load.save)
+            texts.append(f"nothing is lost: {written} holds the {self.engine.step} steps before")
         except MegaaccumError as second:
             texts.append(str(second))
         return type(error)("\n".join(dict.fromkeys(texts))).printed_once()
@@ -124,17 +125,15 @@ class Saver:
         elif self._writing is not None:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
 
-    def _save_now(self) -> Path:
-        return self._write_by(save_load.save)
-
     def _write_by[Written](self, write: Callable[..., Written], **more: object) -> Written:
-        """Call `write` (save_load.save or BackgroundSave) with this run's present state."""
+        """Call `write` (save_load.save or BackgroundSave) with this run's present state, without a step that began."""
         engine, run = self.engine, self.engine.plan.config.run
         data = raise_on_all_ranks(self.data.state, engine.consumed_samples)  # it may build an order in the cache
-        return write(
-            self.folder, engine.backend, engine.groups, engine.progress(data), keep_last=run.keep_last,
-            retain=run.save_retain_interval, buffers=engine.buffers, **more,
-        )  # fmt: skip
+        with engine.train_steps.before_open():
+            return write(
+                self.folder, engine.backend, engine.groups, engine.progress(data), keep_last=run.keep_last,
+                retain=run.save_retain_interval, buffers=engine.buffers, **more,
+            )  # fmt: skip
 
     def resume(self) -> None:
         """Load the current checkpoint of `load` (default: `save`), if there is one; if it is damaged, the one before

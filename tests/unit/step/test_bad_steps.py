@@ -87,6 +87,16 @@ def test_limits_on_bad_steps() -> None:
         judge(resumed, 9, bad=True)
 
 
+def test_a_checkpoint_without_counts_begins_them_afresh() -> None:
+    by = recovery(grad_norm_guard="warn", grad_norm_guard_window=2)
+    afresh = by.state_dict()
+    judge(by, 1, bad=False)
+    judge(by, 2, bad=True)
+    assert by.state_dict() != afresh
+    by.load_state_dict({})
+    assert by.state_dict() == afresh
+
+
 def test_zero_counts_by_parameter() -> None:
     zero = ZeroNonFinite()
     good, bad = torch.ones(3), torch.tensor([1.0, math.inf, math.nan, -math.inf])
