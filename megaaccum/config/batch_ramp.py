@@ -128,6 +128,9 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
     else:
         wanted = requested_intervals(keys, seq_length=batch.seq_length, global_batch_size=batch.global_batch_size)
         ramp = _ramp((start, cut.to(size)) for start, size in wanted)
+        more = ramp.samples_after(train_iters) - BatchRamp(tuple(wanted), {}).samples_after(train_iters)
+        if more and train_iters:
+            notes.append(f"{given[0]}: with batches rounded up, train_iters {train_iters} take {more} samples more.")
     notes += [f"{given[0]}: {note}" for note in cut.notes()]
     if train_iters and ramp.num_steps >= train_iters:
         ends = (
@@ -148,11 +151,8 @@ def recut(intervals: Sequence[Sequence[int]], batch: BatchPlan, broken: Broken, 
         ConfigError: a batch that is still to come, after `consumed_samples`, cannot be cut over these ranks.
     """
     cut = _Cut(batch, broken)
-    ends = [start for start, _ in intervals[1:]]
-    ahead = {
-        size for (_, size), end in zip(intervals, [*ends, None], strict=True) if end is None or end > consumed_samples
-    }
-    batches = {size: cut.to(size) for size in ahead}
+    present = bisect_right(intervals, consumed_samples, key=lambda interval: interval[0]) - 1
+    batches = {size: cut.to(size) for _, size in intervals[present:]}
     for size, made in batches.items():
         if made.global_batch_size != size:
             unit = batch.micro_batch_size * batch.data_parallel_size

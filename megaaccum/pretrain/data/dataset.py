@@ -301,12 +301,12 @@ def _open_pairs(sources: Sources, plan: Plan) -> tuple[Sources, dict[str, Indexe
     pairs = {path: open_pair(path) for path in paths.values()}
 
     def resolved(blend: Blend) -> Blend:
-        prefixes = [paths[prefix] for prefix in blend.prefixes]
-        weights = blend.weights
-        if weights is None and len(prefixes) > 1:
-            # Megatron would stop after one pass over a blend without weights; in proportion to size it continues.
-            weights = [float(pairs[prefix].num_tokens) for prefix in prefixes]
-        return Blend(prefixes=prefixes, weights=weights)
+        named = Blend(prefixes=[paths[prefix] for prefix in blend.prefixes], weights=blend.weights)
+        if named.weights or len(named.prefixes) == 1:
+            return named
+        # Megatron's weights of a blend without any; it stops after one pass, and with them the blend continues.
+        ranges, _ = split_ranges(replace(sources, train=named, valid=None), pairs)
+        return replace(named, weights=[float(part.num_samples(plan.config.model.seq_length)) for part in ranges])
 
     valid = resolved(sources.valid) if sources.valid else None
     return Sources(train=resolved(sources.train), valid=valid, split=sources.split), pairs

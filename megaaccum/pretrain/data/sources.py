@@ -27,7 +27,7 @@ class Blend:
     prefixes: list[str]
     """Prefixes of .bin/.idx pairs, or 'embedded'."""
     weights: list[float] | None = None
-    """Positive, not necessarily with sum 1; None: in proportion to the tokens of each."""
+    """Positive, not necessarily with sum 1; None: in proportion to the samples of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,16 @@ def test_an_interleaved_group_rule_holds_on_the_way() -> None:
     assert any("5 sequences are rounded up to 6" in note for note in settled.notes)
 
 
+def test_steps_of_rounded_batches_take_more_samples_with_a_note() -> None:
+    keys = dict(pp_microbatches=None, global_batch_size=32, rampup_batch_size=[4, 4, 100], train_iters=40)
+    asked, rounded = plan(4, **keys), plan(8, **keys)
+    more = rounded.ramp.samples_after(40) - asked.ramp.samples_after(40)
+    assert more > 0
+    note = f"rampup_batch_size: with batches rounded up, train_iters 40 take {more} samples more."
+    assert note in rounded.notes
+    assert not any("samples more" in each for each in asked.notes)
+
+
 def test_ranks_that_do_not_divide_round_up() -> None:
     settled = plan(8, pp_microbatches=None, global_batch_size=32, rampup_batch_size=[4, 4, 100])
     assert sorted(settled.ramp.batches) == [8, 16, 24, 32]

@@ -138,15 +138,14 @@ def _reconcile_batch(reconciler: Reconciler) -> None:
     """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
     config, block = reconciler.config, reconciler.config.deepspeed
     written = {name for name in SIZES if getattr(config.batch, name) is not None}
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (block.get(name) for name in names)
     if not written & {"global_batch_size", "grad_accum_steps"}:
-        reconciler.same("train_batch_size", block.get("train_batch_size"), "global_batch_size")
+        reconciler.same(names[0], whole, "global_batch_size")
     if not written & {"micro_batch_size", "pp_microbatches", "device_batch_size"}:
-        reconciler.same(
-            "train_micro_batch_size_per_gpu", block.get("train_micro_batch_size_per_gpu"), "micro_batch_size"
-        )
-    if not written and block.get("train_batch_size") in (None, "auto"):
-        steps = block.get("gradient_accumulation_steps")
-        reconciler.same("gradient_accumulation_steps", steps, "grad_accum_steps")
+        reconciler.same(names[1], micro, "micro_batch_size")
+    if not written and (whole in (None, "auto") or micro in (None, "auto")):
+        reconciler.same(names[2], steps, "grad_accum_steps")
 
 
 def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]:

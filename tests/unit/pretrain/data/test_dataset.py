@@ -31,8 +31,8 @@ def corpus(tmp_path) -> str:
     return str(counting_pair(tmp_path / "corpus"))
 
 
-def plan_over(tmp_path: Path, corpus: str, **keys: object):
-    return make_plan(tmp_path / "run", data_path=[corpus], **(dict(vocab_size=TOKENS, split="80,20,0") | keys))
+def plan_over(tmp_path: Path, *corpora: str, **keys: object):
+    return make_plan(tmp_path / "run", data_path=list(corpora), **(dict(vocab_size=TOKENS, split="80,20,0") | keys))
 
 
 def tokens_of(dataset, count: int | None = None) -> list[list[int]]:
@@ -48,18 +48,21 @@ def test_the_default_trains_on_the_embedded_text(tmp_path, built):
     assert sample["tokens"].shape == (64,)
 
 
-def test_the_order_is_megatrons(tmp_path, corpus):
+@pytest.mark.parametrize("others", [[], [400], [90, 230]])
+def test_the_order_is_megatrons(tmp_path, corpus, others):
+    """others: documents of more pairs, of a blend without weights."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     from megaaccum.pretrain.data.dataset import _MegatronTokenizer
 
-    plan = plan_over(tmp_path, corpus, split="80,15,5")
+    pairs = [str(counting_pair(tmp_path / f"{n}", num_documents=n, first=5000)) for n in others]
+    plan = plan_over(tmp_path, corpus, *pairs, split="80,15,5", vocab_size=30000)
     data = build_datasets(plan)
     config = GPTDatasetConfig(
         random_seed=plan.config.run.seed,
         sequence_length=16,
-        blend=([corpus], None),
+        blend=([corpus, *pairs], None),
         split="80,15,5",
         path_to_cache=str(tmp_path / "theirs"),
         tokenizer=_MegatronTokenizer(data.vocabulary),
@@ -69,8 +72,8 @@ def test_the_order_is_megatrons(tmp_path, corpus):
         create_attention_mask=False,
     )
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [40, 8, 1], lambda: True, config).build()
-    assert tokens_of(data.train) == tokens_of(train)
-    assert tokens_of(data.valid) == tokens_of(valid)
+    assert tokens_of(data.train, 40 if others else None) == tokens_of(train)
+    assert others or tokens_of(data.valid) == tokens_of(valid)
 
 
 def test_training_never_sees_the_documents_of_validation(tmp_path, corpus):
@@ -198,7 +201,8 @@ def test_a_blend_without_weights_is_by_size_and_goes_round(tmp_path):
     large = str(counting_pair(tmp_path / "large", num_documents=180, first=5000))
     data = build_datasets(make_plan(tmp_path / "run", data_path=[small, large], vocab_size=20000, train_iters=250))
     assert len(data.train) >= 1000, "one pass is about 580 samples"
-    assert sum(sample[0] >= 5000 for sample in tokens_of(data.train, 1000)) == 750
+    # The training shares have 144 and 434 samples.
+    assert sum(sample[0] >= 5000 for sample in tokens_of(data.train, 1000)) == round(1000 * 434 / 578)
 
 
 @pytest.mark.parametrize("parts", [2, 7])

@@ -154,6 +154,7 @@ def test_another_batch_in_the_json_is_one_error_with_both(block: dict, words: li
         ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 12}, (2, 12, 1)),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 12}, (2, 1, 12)),
         ({"train_batch_size": 48}, (1, 24, 1)),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 3}, (1, 8, 3)),
     ],
 )
 def test_the_json_alone_may_give_the_batch(block: dict, expected: tuple[int, int, int]) -> None:

@@ -189,6 +189,12 @@ def test_notes_give_the_reason_and_the_last_of_two_equal_flags_holds():
     assert len(reading.notes) == 2
 
 
+def test_another_surplus_of_a_blend_is_noted():
+    (note,) = some("--mid-level-dataset-surplus 0.5").notes
+    assert note.startswith("--mid-level-dataset-surplus 0.5: ")
+    assert "samples come in another order" in note
+
+
 SPANS = ("train_iters", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
