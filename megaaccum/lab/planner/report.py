@@ -117,7 +117,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "memory_bytes": {kind: float(ranked.memory.by_kind[kind][index]) for kind in KINDS},
         "memory_total_bytes": float(ranked.memory.total[index]),
         "headroom_bytes": float(ranked.headroom[index]),
-        "fit_probability": float(_fit_probability(ranked, index)),
+        "fit_probability": float(fit_probability(ranked.memory.total[index], ranked.workload.hardware.hbm_bytes)),
         "most_loaded_pipeline_rank": int(ranked.memory.rank[index]),
         "seconds_per_step": float(ranked.time.total[index]),
         "seconds_by_part": {name: float(seconds[index]) for name, seconds in ranked.time.by_part.items()},
@@ -126,10 +126,6 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "mfu": mfu(ranked, index),
         "tokens_per_second": tokens_per_second(ranked, index),
     }
-
-
-def _fit_probability(ranked: Ranked, index: int) -> Any:
-    return fit_probability(ranked.memory.total[index], ranked.workload.hardware.hbm_bytes)
 
 
 def explain(ranked: Ranked, index: int) -> str:
@@ -168,8 +164,8 @@ def _memory_lines(ranked: Ranked, index: int) -> list[str]:
         *lines,
         f"{'total':<12}{memory.total[index] / GIB:8.2f} GiB  of {ranked.workload.hardware.hbm_bytes / GIB:.1f} GiB:"
         f" {ranked.headroom[index] / GIB:.2f} GiB free",
-        f"fits with probability {_fit_probability(ranked, index):.0%}: the share of published runs that took no more"
-        " over their prediction",
+        f"fits with probability {fit_probability(memory.total[index], ranked.workload.hardware.hbm_bytes):.0%}: the"
+        " share of published runs that took no more over their prediction",
     ]
 
 
