@@ -16,9 +16,9 @@ def amount(num_bytes: float) -> str:
 def rounded(number: float) -> str:
     """`7.24B`."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
+        if number >= 0.9995 * unit:  # of which three digits are 1, not 1e+03 of the unit below
             return f"{number / unit:.3g}{name}"
-    return str(number)
+    return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:

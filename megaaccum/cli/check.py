@@ -28,6 +28,7 @@ from megaaccum.lab.planner.layouts import SCHEDULES
 from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
+from megaaccum.pretrain.metrics.flops import uncounted
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
 from megaaccum.schedule.overlap import seconds_without_barrier
@@ -289,8 +290,10 @@ def _model(plan: Plan) -> _Section:
     rows, source = _vocabulary(plan.config)
     if rows is None:
         return "Model", [*lines, f"parameters: unknown before the vocabulary is ({source})"]
-    count = count_parameters(plan.config, rows)
     lines.append(f"vocabulary {rows:,} ({source})")
+    if fields := uncounted(plan.config):
+        return "Model", [*lines, f"parameters: not counted with {', '.join(fields)}; bytes below are of plain layers"]
+    count = count_parameters(plan.config, rows)
     lines.append(f"parameters {units.rounded(count.total)} ({count.total:,})")
     if count.active != count.total:
         lines.append(f"parameters that one token meets {units.rounded(count.active)} ({count.active:,})")

@@ -68,7 +68,7 @@ class NoiseScale:
     def add(self, grad: torch.Tensor | None) -> None:
         """Add the square of a parameter's gradient by one micro-batch."""
         if grad is not None:  # torch calls hooks of a function that gives none
-            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            wide = torch.float64 if grad.dtype == torch.float64 or grad.is_cpu else torch.float32  # as the step's norm
             self.square += torch.linalg.vector_norm(grad, dtype=wide).double().square()
 
     def own_sums(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

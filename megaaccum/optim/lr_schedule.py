@@ -54,16 +54,6 @@ class LrSchedule:
         """Learning rate of the next step, for groups without a rate of their own."""
         return float(self._scheduler.get_lr({})) * self._factor
 
-    @property
-    def weight_decay(self) -> float:
-        """Weight decay of the next step, for groups that decay."""
-        return float(self._scheduler.get_wd())
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all steps that were committed."""
-        return int(self._scheduler.num_steps)
-
     def step(self, num_samples: int) -> None:
         """Move on after a step that was committed (never after a skipped one) and set `lr` and `weight_decay` of every
         group. `num_samples` is that step's global batch."""

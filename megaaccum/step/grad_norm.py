@@ -66,9 +66,18 @@ def _counted(backend: ShardingBackend, groups: Groups) -> list[torch.Tensor]:
 def _square(grads: list[torch.Tensor]) -> torch.Tensor:
     """The sum of the squares, float64."""
     half = (torch.bfloat16, torch.float16)  # a norm in these would be rounded to 16 bits
-    wide = [torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad for grad in grads]
+    wide: list[torch.Tensor] = []
+    for grad in grads:
+        if grad.is_cpu and grad.numel() > _PIECE:
+            wide += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in grad.reshape(-1).split(_PIECE)]
+        else:
+            wide.append(torch.linalg.vector_norm(grad, dtype=torch.float32) if grad.dtype in half else grad)
     return torch.nn.utils.get_total_norm(wide).double() ** 2
 
+
+_PIECE = 2**16
+"""Elements beyond which the squares of a gradient in host memory are added up in float64. Torch 2.13 adds them one
+after another in FP32: the norm of 2^27 normal numbers is 1.4 % too small."""
 
 _DIGITS, _BITS = 3, 20
 """An exact sum of squares has this many digits of this many bits: relative to the largest square it is truncated at

@@ -310,7 +310,7 @@ def speed(*, layout: str = "", bare: bool = False, dry: bool) -> Found:
     seconds = statistics.median(_timed(step, 2 if dry else 5))
     tokens = rig.plan.batch.global_batch_size * rig.plan.batch.seq_length
     rates = {"seconds per step": seconds, "tokens per second": tokens / seconds}
-    rate = flops.step_flops(rig.plan.config, rig.plan.batch, vocab_size=61) / seconds
+    rate = flops.step_flops(rig.plan.config, rig.plan.batch.global_batch_size, vocab_size=61) / seconds
     rates["TFLOP/s"] = rate / 1e12
     peak = None if dry else flops.peak_flops(torch.cuda.get_device_name(), "bf16")
     if peak:

@@ -35,7 +35,7 @@ KNOBS: Mapping[str, frozenset[str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A layout that the planner scored. row: its place in the ranking, from 1. axes: `Layouts.axes`. seconds, bytes: a
-    step's, and those of the most loaded rank, both predicted."""
+    step's, and those of the most loaded rank's tensors, both predicted."""
 
     row: int
     axes: Mapping[str, Any]

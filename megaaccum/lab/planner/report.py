@@ -15,7 +15,7 @@ from megaaccum.lab.planner.layouts import short_name
 from megaaccum.lab.planner.memory import KINDS
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.pretrain.metrics.flops import step_flops
-from megaaccum.units import GIB
+from megaaccum.units import GIB, rounded
 
 _SHORT = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "activations": "act"}
 
@@ -24,7 +24,7 @@ def mfu(ranked: Ranked, index: int) -> float:
     """Model FLOPs of a step over what all GPUs could do in its seconds (PaLM, arXiv 2204.02311, appendix B)."""
     work = ranked.workload
     config = dataclasses.replace(work.config, model=work.model)
-    flops = step_flops(config, work, vocab_size=work.vocab_size)
+    flops = step_flops(config, work.global_batch_size, vocab_size=work.vocab_size)
     return float(flops / (ranked.time.total[index] * work.hardware.device.peak * work.world_size))
 
 
@@ -38,10 +38,8 @@ def table(ranked: Ranked, rows: int, searched: Sequence[float | None] | None = N
     (cut.searched_seconds), in place of tokens per second."""
     out = _brief("GiB", "s per\nstep", "MFU", "tokens\nper s" if searched is None else "s\nsearched")
     for index in range(min(rows, ranked.num_unbeaten)):
-        seconds, speed = ranked.time.total[index], tokens_per_second(ranked, index)
-        last = f"{speed / 1e6:.3g}M" if speed >= 1e6 else f"{speed / 1e3:.3g}K"
-        if searched is not None:
-            last = _searched(searched, index)
+        seconds = ranked.time.total[index]
+        last = rounded(tokens_per_second(ranked, index)) if searched is None else _searched(searched, index)
         figures = f"{ranked.memory.total[index] / GIB:.1f}", f"{seconds:.3g}", f"{mfu(ranked, index):.1%}"
         out.add_row(*_words(index + 1, ranked.name_of(index)), *figures, last)
     return out
@@ -119,7 +117,7 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "memory_bytes": {kind: float(ranked.memory.by_kind[kind][index]) for kind in KINDS},
         "memory_total_bytes": float(ranked.memory.total[index]),
         "headroom_bytes": float(ranked.headroom[index]),
-        "fit_probability": float(_fit_probability(ranked, index)),
+        "fit_probability": float(fit_probability(ranked.memory.total[index], ranked.workload.hardware.hbm_bytes)),
         "most_loaded_pipeline_rank": int(ranked.memory.rank[index]),
         "seconds_per_step": float(ranked.time.total[index]),
         "seconds_by_part": {name: float(seconds[index]) for name, seconds in ranked.time.by_part.items()},
@@ -128,10 +126,6 @@ def _one(ranked: Ranked, index: int) -> dict[str, Any]:
         "mfu": mfu(ranked, index),
         "tokens_per_second": tokens_per_second(ranked, index),
     }
-
-
-def _fit_probability(ranked: Ranked, index: int) -> Any:
-    return fit_probability(ranked.memory.total[index], ranked.workload.hardware.hbm_bytes)
 
 
 def explain(ranked: Ranked, index: int) -> str:
@@ -170,8 +164,8 @@ def _memory_lines(ranked: Ranked, index: int) -> list[str]:
         *lines,
         f"{'total':<12}{memory.total[index] / GIB:8.2f} GiB  of {ranked.workload.hardware.hbm_bytes / GIB:.1f} GiB:"
         f" {ranked.headroom[index] / GIB:.2f} GiB free",
-        f"fits with probability {_fit_probability(ranked, index):.0%}: the share of published runs that took no more"
-        " over their prediction",
+        f"fits with probability {fit_probability(memory.total[index], ranked.workload.hardware.hbm_bytes):.0%}: the"
+        " share of published runs that took no more over their prediction",
     ]
 
 

@@ -19,6 +19,7 @@ from megaaccum.config import Config, batch_ramp
 from megaaccum.config.plan import MONITORS
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config
+from megaaccum.lab.planner.expected import OF_THE_DEVICE
 from megaaccum.lab.planner.fallbacks import (
     FAILED,
     HANGS,
@@ -137,7 +138,8 @@ class Trials:
 
 def candidates_of(ranked: Ranked) -> list[Candidate]:
     """The layouts of a ranking as candidates, in its order."""
-    seconds, held = ranked.time.total, ranked.memory.total
+    seconds, memory = ranked.time.total, ranked.memory
+    held = memory.total - sum(memory.by_kind[kind] for kind in OF_THE_DEVICE)  # no run measures these
     return [
         Candidate(row=at + 1, axes=ranked.name_of(at), seconds=float(seconds[at]), bytes=float(held[at]))
         for at in range(len(ranked))

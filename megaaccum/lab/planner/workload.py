@@ -22,6 +22,7 @@ from megaaccum.lab.planner.time import BIASED_ROW_PASSES, Software, TimeModel
 from megaaccum.model.sizes import padded_rows
 from megaaccum.optim.owners import COSTS, Cost, Matrix, at_owners
 from megaaccum.pretrain.data.sources import vocab_size
+from megaaccum.pretrain.metrics.flops import uncounted
 from megaaccum.pretrain.model.layers import Layers, on_a_gpu
 from megaaccum.units import GIB
 
@@ -129,7 +130,7 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
             "global_batch_size is required to plan: it is what the layouts divide; add it to the file, or give"
             " --global_batch_size on the command line (tokens per step / seq_length)."
         )
-    for name in sorted({"hybrid_layer_pattern", "experimental_attention_variant"} & config.megatron.keys()):
+    for name in uncounted(config):
         problems.append(
             f"{name}: the planner knows no costs of such layers; choose a layout in the file, which `megaaccum check`"
             " judges."

@@ -8,7 +8,6 @@ MFU and not HFU (PaLM, arXiv 2204.02311, appendix B). Every matrix multiplicatio
 from __future__ import annotations
 
 import re
-from typing import Protocol
 
 from megaaccum.config.schema import Config, ModelConfig
 from megaaccum.model.sizes import padded_vocab_size
@@ -28,25 +27,16 @@ PEAKS: list[tuple[frozenset[str], float]] = [
 """Words that a device's name must hold, and its peak. The first match counts."""
 
 _UNCOUNTED = ("attention_output_gate", "experimental_attention_variant", "hybrid_layer_pattern", "moe_latent_size")
-"""Fields of Megatron's model configuration that give layers other matrices than `step_flops` counts."""
+"""Fields of Megatron's model configuration that give layers other matrices than layer_shapes.py has."""
 
 
-class Batch(Protocol):
-    """Fields of a BatchPlan that are used here."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def seq_length(self) -> int: ...
+def uncounted(config: Config) -> list[str]:
+    """The fields for which neither `step_flops` nor `param_count` counts the layers of this model."""
+    return [name for name in _UNCOUNTED if config.megatron.get(name)]
 
 
-def is_counted(config: Config) -> bool:
-    """Whether `step_flops` counts the layers of this model."""
-    return not any(config.megatron.get(name) for name in _UNCOUNTED)
-
-
-def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
-    """Model FLOPs of one optimizer step over all ranks: forward and backward of `global_batch_size` sequences.
+def step_flops(config: Config, sequences: int, *, vocab_size: int) -> float:
+    """Model FLOPs of one optimizer step over all ranks: forward and backward of `sequences` (global_batch_size).
 
     `config` is a resolved one, `vocab_size` the tokens of the vocabulary before padding. The attention mask is causal,
     so half of the score matrix counts; an MoE layer counts the experts that a token visits (`moe_router_topk`) and the
@@ -66,8 +56,8 @@ def step_flops(config: Config, batch: Batch, *, vocab_size: int) -> float:
         + (2 * model.hidden_size * model.hidden_size + 3 * model.hidden_size) * num_extra
         + model.hidden_size * padded_vocab_size(config, vocab_size) * (1 + num_extra)
     )
-    tokens = batch.global_batch_size * batch.seq_length
-    scores = score_macs(model) * len(layers) * tokens * batch.seq_length / 2
+    tokens = sequences * model.seq_length
+    scores = score_macs(model) * len(layers) * tokens * model.seq_length / 2
     return float(PASSES * FLOPS_PER_MAC * (per_token * tokens + scores))
 
 

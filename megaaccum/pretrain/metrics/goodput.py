@@ -29,6 +29,7 @@ class Goodput:
     def __init__(self, records: Iterable[Record] = ()):
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.num_starts = 0
+        self._is_starting = False
         self._last: float | None = None
         # Step and seconds (productive, skipped, data) of each that a later start among `records` may repeat.
         self._steps: array[float] | None = array("d")
@@ -69,7 +70,7 @@ class Goodput:
         if self._last is not None:
             self.seconds["idle"] += launched - self._last
         self.seconds["start_up"] += record["time"] - launched
-        self.num_starts += 1
+        self.num_starts, self._is_starting = self.num_starts + 1, True
         while self._steps and self._steps[-4] > record["step"]:
             for cause in _OF_STEPS:
                 spent = self._steps.pop()
@@ -86,11 +87,11 @@ class Goodput:
             data = record.get("seconds_data", 0.0)
             rest = sum(record.get(f"seconds_{phase}", 0.0) for phase in OF_A_STEP) - data
             spent |= {"data": data, "skipped" if record.get("skipped") else "productive": rest}
-        elif record["kind"] == "verify":
-            spent["start_up"] = elapsed
         if record["kind"] == "train" and self._steps is not None:
             self._steps.extend((record["step"], *(spent.get(cause, 0.0) for cause in reversed(_OF_STEPS))))
-        spent["other"] = elapsed - sum(seconds for cause, seconds in spent.items() if cause != "other")
+        left = "start_up" if self._is_starting and record["kind"] != "end" else "other"
+        spent[left] = elapsed - sum(seconds for cause, seconds in spent.items() if cause != left)
+        self._is_starting &= record["kind"] != "train"
         for cause, seconds in spent.items():
             self.seconds[cause] += seconds
 

@@ -71,6 +71,7 @@ class Receipt:
         self._opening = json.dumps(_strict(opening), indent=1, allow_nan=False).removesuffix("\n}")
         """Text of what does not change, with a line for every fact of every rank: written out once."""
         self._changing: Record = {"events": [], "measured": {"bytes": {}, "memory": {}}, "outcome": None}
+        self._whole_batch = content.get("plan", {}).get("batch", {}).get("global_batch_size")
         self._clock, self._written = clock, -math.inf
         self._seconds: deque[float] = deque(maxlen=STEPS_KEPT)
         self._phases: dict[str, float] = {}
@@ -80,7 +81,8 @@ class Receipt:
     def step(self, record: Record, goodput: Goodput) -> None:
         """Count a step's record in the journal."""
         self._num_steps += 1
-        if self._num_steps > 1:  # the first one compiles, allocates and warms up
+        # The first one compiles, allocates and warms up; smaller batches of a ramp are not what is predicted.
+        if self._num_steps > 1 and record.get("global_batch_size") in (None, self._whole_batch):
             self._seconds.append(record["seconds_per_step"])
         measured = self._changing["measured"]
         measured.setdefault("seconds_of_first_step", record["seconds_per_step"])

@@ -232,7 +232,7 @@ class RunLog:
         run, step = self._plan.config.run, record["step"]
         is_due = step == self._first_step or step % run.record_interval == 0
         is_saved = run.save_interval > 0 and step % run.save_interval == 0
-        return is_due or is_saved or bool(record.get("note"))
+        return is_due or is_saved or bool(record.get("note") or record.get("skipped"))
 
     def _is_shown(self, record: Record) -> bool:
         """Whether the picture and the summary need a record: of a long run not every step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megaaccum.config import Plan
 from megaaccum.config.rules.step import verifies_start
 from megaaccum.platform import cpu, gpu
+from megaaccum.pretrain.metrics.flops import uncounted
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.pretrain.metrics.progress import last_step, ranks_of
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
@@ -16,9 +17,10 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     config, at, batch = plan.config, plan.layout, plan.batch
     run, last = config.run, last_step(config.run, start_step)
     steps = f"steps {start_step + 1} to {last}" if start_step < last else f"no step left after {start_step}"
+    count = "uncounted" if uncounted(config) else f"{count_parameters(config, vocab_size).total:,}"
     rows = {
         "ranks": f"{at.world_size} = {ranks_of(at)}, schedule {at.schedule}, {sync}",
-        "model": f"{count_parameters(config, vocab_size).total:,} parameters ({config.sharding.params_dtype}),"
+        "model": f"{count} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
         f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",

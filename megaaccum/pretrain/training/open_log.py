@@ -24,7 +24,7 @@ def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -
 
 
 def _open(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> RunLog:
-    vocab, opening, config = data.vocabulary.size, None, plan.config
+    vocab, opening, config, sequences = data.vocabulary.size, None, plan.config, plan.batch.global_batch_size
     if is_writer := int(os.environ["RANK"]) == 0:
         predicted = advisor.predicted(plan, vocab, device=_device_name(), device_bytes=_device_bytes())
         opening = receipts.opening(
@@ -33,7 +33,7 @@ def _open(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: 
     return RunLog(
         plan,
         is_writer=is_writer,
-        flops_per_step=flops.step_flops(config, plan.batch, vocab_size=vocab) if flops.is_counted(config) else None,
+        flops_per_step=None if flops.uncounted(config) else flops.step_flops(config, sequences, vocab_size=vocab),
         peak_flops=flops.peak_flops(_device_name(), config.sharding.params_dtype or "fp32"),
         start_step=start_step,
         opening=opening,

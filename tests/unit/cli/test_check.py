@@ -151,6 +151,13 @@ def test_a_dataset_that_is_not_here_leaves_only_the_parameters_open(tmp_path: Pa
     assert "parameters: unknown before the vocabulary is" in run(str(path), world_size=4)
 
 
+def test_parameters_of_other_layers_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "gated.yaml"
+    path.write_text(f"{RUN}model:\n  attention_output_gate: true\n")
+    text = run(str(path), world_size=4)
+    assert "parameters: not counted with attention_output_gate; bytes below are of plain layers" in text
+
+
 # --- the world size --------------------------------------------------------------------------------------------------
 
 

@@ -73,12 +73,12 @@ def test_a_skipped_step_moves_the_factor_with_the_batch_and_never_the_schedule(p
     position, rates = [], []
     for skipped in (True, True, False):
         rates.append(groups[0]["lr"])
-        position.append(schedule.num_samples)
+        position.append(schedule.state_dict()["num_steps"])
         result = StepResult(step=1, loss=1.0, weight=1.0, grad_norm=1.0, skipped=skipped)
         assert transaction.commit(result, groups).lr == rates[-1]
-    assert position == [0, 0, 0] and schedule.num_samples > 0
+    assert position == [0, 0, 0] and schedule.state_dict()["num_steps"] > 0
     assert rates == pytest.approx([1e-3 * factor for factor in factors[:3]], rel=1e-12)
-    share = 1 - schedule.num_samples / settled.ramp.samples_after(10)
+    share = 1 - schedule.state_dict()["num_steps"] / settled.ramp.samples_after(10)
     assert groups[0]["lr"] == pytest.approx(1e-3 * share * factors[3], rel=1e-12)
 
 

@@ -431,10 +431,13 @@ def test_why_not_of_a_beaten_layout_names_the_one_that_beats_it(ranked: Ranked) 
     assert text.endswith(" beats it in both.") and "less wins" not in text
 
 
-def test_layers_without_costs_are_not_planned() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("hybrid_layer_pattern", "M*-"), ("attention_output_gate", True), ("moe_latent_size", 512)]
+)
+def test_layers_without_costs_are_not_planned(name: str, value: object) -> None:
     config = copy.deepcopy(workload().config)
-    config.megatron["hybrid_layer_pattern"] = "M*-"
-    with pytest.raises(ConfigError, match="hybrid_layer_pattern: the planner knows no costs"):
+    config.megatron[name] = value
+    with pytest.raises(ConfigError, match=f"{name}: the planner knows no costs"):
         make_workload(config, world_size=64, hardware=load_hardware("h100"))
 
 

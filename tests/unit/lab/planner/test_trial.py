@@ -14,9 +14,10 @@ from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.fallbacks import FAILED, HANGS, MEASURED, NOT_FINITE, OUT_OF_MEMORY, UNSTEADY, Candidate
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.planner.search import search
-from megaaccum.lab.planner.trial import Trials
+from megaaccum.lab.planner.trial import Trials, candidates_of
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.interop.load import load
+from megaaccum.units import GIB
 
 RUN = """
 import json, os, sys, time
@@ -61,6 +62,16 @@ def outcome_of(
     script.write_text(RUN.replace("{steps}", repr(steps)).replace("{more}", more))
     changed = replace(trials, folder=folder, command=[sys.executable, str(script)], steps=trial_steps, **changes)
     return changed.run(candidate)
+
+
+def test_predicted_bytes_are_those_that_a_run_measures(trials_and_candidate) -> None:
+    """Not the context of CUDA and a margin besides, 5.25 GiB of them on an H100."""
+    ranked = search(trials_and_candidate[0].workload)
+    kinds = ranked.memory.by_kind
+    for at, each in enumerate(candidates_of(ranked)):
+        beside = float(kinds["runtime"][at] + kinds["margin"][at])
+        assert beside > 5.25 * GIB
+        assert each.bytes == pytest.approx(float(ranked.memory.total[at]) - beside, abs=1.0)
 
 
 def test_the_median_of_steps_one_to_three(trials_and_candidate, tmp_path: Path) -> None:

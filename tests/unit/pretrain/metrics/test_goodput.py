@@ -51,7 +51,6 @@ def train(step: int, time: float, *, data: float = 0.0, rest: float = 4.0, skipp
 def test_every_second_of_a_run_has_one_cause():
     records = [
         {"kind": "start", "step": 0, "launched": 100.0, "time": 108.0},
-        {"kind": "verify", "step": 0, "time": 110.0},
         train(1, 115.0, data=1.0),
         train(2, 119.0, skipped=True),
         train(3, 130.0, seconds_checkpoint=6.0),  # and a second that no phase has
@@ -73,6 +72,19 @@ def test_every_second_of_a_run_has_one_cause():
         "10.0% of 2:00 in 2 starts (idle 51.7%, start-up 12.5%, repeated 10.0%, checkpoint 5.8%, skipped 3.3%,"
         " other 3.3%, evaluation 2.5%, data 0.8%)"
     )
+
+
+def test_a_start_lasts_until_its_first_step_whatever_comes_between():
+    records = [
+        {"kind": "start", "step": 0, "launched": 100.0, "time": 108.0},
+        {"kind": "valid", "step": 0, "time": 141.0},  # after 30 s of verify_at_start
+        train(1, 145.0, seconds_evaluation=3.0),
+        train(2, 150.0),  # and a second that no phase has
+        {"kind": "start", "step": 2, "launched": 152.0, "time": 160.0},
+        {"kind": "end", "step": 2, "time": 161.0},
+    ]
+    spent = {"start_up": 38.0 + 8.0, "evaluation": 3.0, "productive": 8.0, "idle": 2.0, "other": 1.0 + 1.0}
+    assert {cause: seconds for cause, seconds in Goodput(records).seconds.items() if seconds} == spent
 
 
 @pytest.mark.parametrize("records", [[], [{"kind": "train", "step": 1, "loss": 2.0}]])

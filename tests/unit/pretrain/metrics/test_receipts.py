@@ -103,6 +103,16 @@ def test_steps_events_and_the_end_are_in_it(tmp_path):
     assert found["outcome"] == {"text": "Stopped", "step": 4, "time": 8.0}
 
 
+def test_seconds_that_are_compared_with_the_plan_are_of_its_batch(tmp_path):
+    """Steps of a batch warm-up are shorter."""
+    receipt = receipts.Receipt(tmp_path, {"plan": {"batch": {"global_batch_size": 32}}})
+    for number in range(1, 11):
+        size = 8 if number < 8 else 32
+        receipt.step(step(number, seconds_per_step=size / 8.0, global_batch_size=size), Goodput())
+    receipt.close("Done", 10, 0.0)
+    assert written(tmp_path)["measured"]["seconds_per_step"] == 4.0
+
+
 def test_the_loads_of_experts_are_logged_printed_and_kept(tmp_path, capsys):
     loads = ExpertLoads({1: 1.25, 4: 1.5}, rank_imbalance=1.1, dropped=0.125)
     log = opened(tmp_path)

@@ -19,7 +19,7 @@ from megaaccum.pretrain.metrics import journal
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.run_log import RunLog, check
 from megaaccum.pretrain.metrics.speed import Speed
-from megaaccum.units import duration
+from megaaccum.units import duration, rounded
 
 
 class Clock:
@@ -233,6 +233,16 @@ def test_a_thinned_journal_holds_what_is_looked_for_and_the_goodput_of_every_ste
     assert goodputs[0]["repeated"] == 1.75 * (22 + 35)
 
 
+def test_a_thinned_journal_has_every_skipped_step(tmp_path, capsys):
+    """An overflow by which FP16 finds its scale has no note."""
+    log = opened(tmp_path, record_interval=10)
+    for number in range(1, 21):
+        log.step(step(number, skipped=number in (2, 3)))
+    log.close()
+    assert [each["step"] for each in lines(tmp_path) if each["kind"] == "train"] == [1, 2, 3, 10, 20]
+    assert "20, 2 of them skipped" in capsys.readouterr().out
+
+
 def test_the_picture_of_a_long_run_has_points_enough(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("megaaccum.pretrain.metrics.run_log.MOST_POINTS", 100)
     drawn = []
@@ -366,6 +376,14 @@ def test_an_evaluation_is_told_at_once_and_recorded(tmp_path, capsys):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(640, "640"), (999.4, "999"), (999.6, "1K"), (7_241_732_096, "7.24B"), (999_812_096, "1B"), (1.2e15, "1.2e+03T")],
+)
+def test_numbers_of_three_digits(number, text):
+    assert rounded(number) == text
 
 
 def test_a_model_whose_flops_are_unknown_has_no_rate_of_them(tmp_path, capsys):

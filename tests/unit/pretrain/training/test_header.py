@@ -22,6 +22,12 @@ def test_four_lines_of_what_runs() -> None:
     )
 
 
+def test_parameters_of_other_layers_are_not_counted() -> None:
+    gated = plan()
+    gated.config.megatron["attention_output_gate"] = True
+    assert "\nmodel uncounted parameters (fp32), 8 layers" in header(gated, sync="ddp", vocab_size=1000, start_step=0)
+
+
 @pytest.mark.parametrize("start_step", [100, 101])
 def test_a_run_that_is_over_has_no_steps(start_step: int) -> None:
     lines = header(plan(output_dir="out"), sync="ddp", vocab_size=1000, start_step=start_step).splitlines()
