@@ -25,12 +25,12 @@ from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ConfigError, DataError, printable
 from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
+from megaaccum.lab.planner.pipeline import seconds_without_barrier
 from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
-from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.registry import by_executor, entry
 
 MOST_COMMON = 80e9
