@@ -224,7 +224,7 @@ def _make_good(folder: Path) -> None:
     from tokenizers import Tokenizer, models
 
     from megaaccum.checkpoint.folders import Progress, write_progress
-    from megaaccum.checkpoint.save_load import _Writer
+    from megaaccum.checkpoint.save_load import Writer
     from megaaccum.pretrain.data.indexed import PairWriter
     from tests.unit.cli.test_report import make_run
 
@@ -261,7 +261,7 @@ def _make_good(folder: Path) -> None:
         writer.add(np.arange(40, dtype=np.uint16), [10, 30])
     (folder / "checkpoint").mkdir()
     with contextlib.redirect_stderr(io.StringIO()):
-        dcp.save({"layer.weight": torch.ones(4)}, storage_writer=_Writer(folder / "checkpoint"), no_dist=True)
+        dcp.save({"layer.weight": torch.ones(4)}, storage_writer=Writer(folder / "checkpoint"), no_dist=True)
     write_progress(folder / "checkpoint", Progress(
         step=3, consumed_samples=48, lr_schedule={"num_steps": 3}, data={"spans": []}, shape={"layers": 4},
     ))  # fmt: skip

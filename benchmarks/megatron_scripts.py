@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from megaaccum.cli.arguments import fewest_ranks
+from megaaccum.cli.arguments import fewest_ranks, ranks_told
 from megaaccum.config import resolve
-from megaaccum.config.batch_keys import ranks_told
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.launch_script import Launch, recorded
 from megaaccum.pretrain.interop.load import read

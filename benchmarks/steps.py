@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.schedules import STAGES, Setup, conditions, stages_of
+from megaaccum.lab.planner.pipeline import seconds_without_barrier
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.schedule import simulate
-from megaaccum.schedule.overlap import seconds_without_barrier
 
 WARM_UP = 3
 """Steps that are not measured: the first sets up, and a step ends early only after one that was not clipped."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megaaccum.checkpoint import pieces
-from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, cause, latest, read_progress
+from megaaccum.checkpoint.folders import DamagedCheckpoint, Files, Progress, latest, read_progress
 from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.config import Plan
 from megaaccum.config.keys import values_where
@@ -37,10 +34,9 @@ from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError, listed
 from megaaccum.model.sizes import padded_vocab_size
-from megaaccum.platform import cpu
 from megaaccum.sharding import ShardingBackend
 
-__all__ = ["BackgroundSave", "DamagedCheckpoint", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
+__all__ = ["DamagedCheckpoint", "Progress", "latest", "load", "read_progress", "save", "shape_of"]
 
 
 def shape_of(plan: Plan, vocab_size: int) -> dict[str, Any]:
@@ -72,12 +68,12 @@ def save(
 
     Raises CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current.
     """
-    written = _written(backend, groups, buffers)
+    written = written_tensors(backend, groups, buffers)
     files = Files(Path(folder), progress, keep_last, retain)
     try:
         files.prepare(written.values(), groups.host)
         # Rank 0 gathers the plans, each padded to the longest. Over NCCL that would be in its GPU's memory.
-        dcp.save(written, storage_writer=_Writer(files.aside), planner=plan_maker(), process_group=groups.host)
+        dcp.save(written, storage_writer=Writer(files.aside), planner=plan_maker(), process_group=groups.host)
         raise_on_all_ranks(files.publish_on_rank0)
     except (CheckpointException, CheckpointError) as error:
         raise files.abandon(error) from error
@@ -90,7 +86,7 @@ def plan_maker() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False)
 
 
-class _Writer(dcp.FileSystemWriter):
+class Writer(dcp.FileSystemWriter):
     """torch's writer, which also records each written tensor's SHA-256 in `.metadata`.
 
     If the system refuses a write, it raises the OSError itself: torch's zip format, closed over half a tensor, raises
@@ -118,102 +114,6 @@ class _Writer(dcp.FileSystemWriter):
         if names := sorted(name for name in parts if not (Path(self.path) / name).exists()):  # a list may be old
             raise CheckpointError(f"rank 0 does not see {listed(names)} of other ranks: hosts have to share the folder")
         super().finish(metadata, results)
-
-
-class BackgroundSave:
-    """A checkpoint that is written while training continues, from a copy of this rank's tensors.
-
-    It becomes current as soon as all ranks have written, on a thread of rank 0. Construct and finish it on every rank.
-    `group` is `groups.for_background`'s; only one BackgroundSave may use it at a time.
-    """
-
-    def __init__(
-        self, folder: str | os.PathLike[str], backend: ShardingBackend, groups: Groups, progress: Progress, *,
-        keep_last: int, group: dist.ProcessGroup, retain: int | None = None, buffers: Buffers | None = None,
-    ):  # fmt: skip
-        """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
-        written = _written(backend, groups, buffers)
-        self._files = Files(Path(folder), progress, keep_last, retain)
-        self._current: Future[None] = Future()
-        try:
-            self._files.prepare(written.values(), groups.host)
-        except CheckpointError as error:
-            raise self._files.abandon(error) from error
-        writing = dcp.async_save(
-            written, storage_writer=_Writer(self._files.aside), planner=plan_maker(), process_group=group,
-            async_stager=_Copies(),
-        )  # fmt: skip
-        assert isinstance(writing, Future)
-        writing.add_done_callback(self._publish)
-
-    def _publish(self, writing: Future[Any]) -> None:
-        """Runs on the writing thread. torch's save ends on a rank only after all ranks have written, or with an error
-        on all ranks."""
-        try:
-            writing.result()
-            self._files.publish_on_rank0()
-        except BaseException as error:
-            self._current.set_exception(error)
-        else:
-            self._current.set_result(None)
-
-    def finish(self) -> Path:
-        """Wait until the checkpoint is current, and return its folder. Collective over the world. Raises
-        CheckpointError on every rank if any rank could not write; the checkpoint before it then stays current."""
-        try:
-            raise_on_all_ranks(self._result)
-        except CheckpointError as error:
-            raise self._files.abandon(error) from error
-        return self._files.target
-
-    def _result(self) -> None:
-        try:
-            self._current.result()
-        except CheckpointException as error:
-            raise CheckpointError(cause(error)) from error
-
-    @property
-    def target(self) -> Path:
-        """The final folder of the checkpoint."""
-        return self._files.target
-
-    def problem(self) -> CheckpointError | None:
-        """The error of the save, if this rank knows of one already."""
-        error = self._current.exception() if self._current.done() else None
-        return self._files.abandon(error) if error is not None else None
-
-    def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for this rank's part and ignore its outcome: for a run that ends with another error."""
-        wait_for([self._current], timeout=seconds)
-
-
-class _Copies(AsyncStager):
-    """The stager of `dcp.async_save`: copies this rank's tensors to host memory before training may change them.
-
-    torch's own stager copies the whole storage of each view, but the pieces are views of one flat buffer.
-    """
-
-    def __init__(self) -> None:
-        self._synchronize_after_execute = False  # `stage` returns when the copies are made
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy from a GPU into pinned memory, which torch caches for the next save, with one synchronization for all
-        tensors. (Copies into pageable memory synchronize one by one, through the driver's buffer, at a fraction of the
-        speed.)"""
-        on_gpu = cpu.has_accelerator()
-        copies = {}
-        for key, tensor in state_dict.items():
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu and not tensor.is_cpu)
-            copies[key] = copy.copy_(tensor, non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return copies
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: `stage` has waited."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 def load(
@@ -329,7 +229,7 @@ def _copy_into(buffer: torch.Tensor, value: torch.Tensor) -> None:
 _BUFFER, _RNG = "buffer/", "rng/"
 
 
-def _written(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
+def written_tensors(backend: ShardingBackend, groups: Groups, buffers: Buffers | None) -> dict[str, torch.Tensor]:
     """All tensors that this rank writes, by key."""
     first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
     whole = {_BUFFER + name: buffer for name, buffer in (buffers or {}).items()} if first else {}

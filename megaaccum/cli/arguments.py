@@ -149,3 +149,13 @@ def fewest_ranks(config: Config) -> int:
     if config.model.num_experts is None:
         return smallest
     return math.lcm(smallest, (parallel.expert_tensor_parallel_size or tp) * parallel.expert_model_parallel_size * pp)
+
+
+def ranks_told(config: Config) -> int:
+    """Data-parallel ranks that the DeepSpeed block's three batch sizes multiply out to; 1 if they do not tell."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (config.deepspeed.get(name) for name in names)
+    if not (isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int)) or micro * steps < 1:
+        return 1
+    ranks, rest = divmod(whole, micro * steps)
+    return ranks if ranks and not rest else 1

@@ -13,25 +13,24 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megaaccum import units
-from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, read_source
+from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, ranks_told, read_source
 from megaaccum.config import lr_scaling, resolve
 from megaaccum.config.batch import BatchPlan
-from megaaccum.config.batch_keys import ranks_told
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
-from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ConfigError, DataError, printable
 from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
+from megaaccum.lab.planner.pipeline import seconds_without_barrier
+from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.optim.owners import COSTS
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.pretrain.metrics.flops import uncounted
 from megaaccum.pretrain.metrics.param_count import count_parameters
 from megaaccum.schedule import Costs, Schedule, build, simulate, validate
-from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.registry import by_executor, entry
 
 MOST_COMMON = 80e9

@@ -18,6 +18,7 @@ from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
 from megaaccum.executor.timeline import write_trace
 from megaaccum.lab.planner.layout_config import put, set_aside, write_config
+from megaaccum.lab.planner.pipeline import seconds_without_barrier
 from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import Cut, Profile, describe_cut, even_cut, layout_of_cut, read_profile
@@ -25,7 +26,6 @@ from megaaccum.lab.search.search import ITERATIONS, Comparison, compare, search_
 from megaaccum.pretrain.metrics.schedule_plots import check_format, figure, save, text
 from megaaccum.schedule.actions import Schedule
 from megaaccum.schedule.memory import TINY, Memory
-from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.pass_numbers import Problem
 from megaaccum.schedule.registry import BUILT_IN, build, entry, names
 from megaaccum.schedule.simulate import Costs, Simulation, simulate

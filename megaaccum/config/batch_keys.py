@@ -96,16 +96,6 @@ def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
         )
 
 
-def ranks_told(config: Config) -> int:
-    """Data-parallel ranks that the DeepSpeed block's three batch sizes multiply out to; 1 if they do not tell."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, steps = (config.deepspeed.get(name) for name in names)
-    if not (isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int)) or micro * steps < 1:
-        return 1
-    ranks, rest = divmod(whole, micro * steps)
-    return ranks if ranks and not rest else 1
-
-
 def deepspeed_problems(config: Config, batch: BatchPlan, notes: list[str]) -> list[str]:
     """One text if the DeepSpeed block's batch sizes are not those of `batch`; a note if the command line wins.
 

@@ -132,16 +132,6 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ConfigError(f"cannot read the configuration file {path}: {reason}.") from None
 
 
-def is_yaml(text: str, path: str | os.PathLike[str]) -> bool:
-    """Whether a file is YAML (or JSON) keys, by its suffix or, without a telling one, by its text."""
-    if Path(path).suffix.lower() in (".yaml", ".yml", ".json"):
-        return True
-    try:
-        return isinstance(compose(text, "")[1], yaml.MappingNode)
-    except ConfigError:
-        return False
-
-
 MOST_VALUES = 200_000
 """Limit on the values of a YAML text; one with aliases counts each time."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megaaccum.config.schema import ModelConfig, ParallelConfig
-
 _REPEATED_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _REPEATED_LAYER = re.compile(r"([EtmL|])\*(\d+)")
 _LONGEST = 100_000
@@ -59,20 +57,3 @@ def _mtp_problems(stages: list[str], pp: int) -> Iterator[str]:
         yield f"all m must be in one stage, not in {len(holders)}"
     if holders[0] < len(stages) - pp:
         yield "m must be in the last model chunk of its rank"
-
-
-def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
-    """Transformer layers of each stage in model order, pp * vpp of them, for a configuration that keeps the rules."""
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
-    if parallel.pipeline_model_parallel_layout is not None:
-        return [stage.count("t") for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if first is None and last is None:
-        return [model.num_layers // (pp * vpp)] * (pp * vpp)
-    ends = [count for count in (first, last) if count is not None]
-    between = pp - len(ends)
-    middle = (model.num_layers - sum(ends)) // between if between else 0
-    by_rank = [middle] * pp
-    by_rank[0] = middle if first is None else first
-    by_rank[-1] = by_rank[-1] if last is None else last
-    return [count // vpp for count in by_rank] * vpp

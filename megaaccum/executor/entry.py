@@ -21,10 +21,9 @@ from megaaccum.executor.passes import Call, FusedPass
 from megaaccum.executor.timeline import measured_costs, write_trace
 from megaaccum.platform import cpu
 from megaaccum.schedule.actions import Schedule
-from megaaccum.schedule.overlap import warm_up
 from megaaccum.schedule.registry import build, by_executor
 from megaaccum.schedule.simulate import simulate
-from megaaccum.schedule.validate import Message, sends, sends_needed, validate
+from megaaccum.schedule.validate import Message, sends, sends_needed, validate, warm_up
 
 UNSUPPORTED = {
     "defer_embedding_wgrad_compute": "the schedule says when weight gradients are computed",

@@ -7,7 +7,7 @@ for every candidate.
 | `registry` | schedules by name: `build`, `register` |
 | `builders`, `v_half` | the built-in tables |
 | `validate` | the proof that a table cannot deadlock |
-| `simulate`, `memory`, `overlap` | its seconds, what it holds, the next flush's begin |
+| `simulate`, `memory` | its seconds, what it holds |
 | `exchange` | the all-to-all of experts, a lane beside a rank's compute |
 | `pass_numbers` | orders as numbers, for the search |
 """

@@ -12,14 +12,8 @@ So a table says by its pairs what is hidden, the profile by its costs how much, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from megaaccum.schedule.actions import Action, Schedule, passes_of
-
-if TYPE_CHECKING:
-    from megaaccum.schedule.simulate import Costs, Simulation
+from typing import Literal, NamedTuple
 
 Span = tuple[float, float]
 
@@ -31,17 +25,6 @@ class Layer(NamedTuple):
     forward: tuple[float, float]
     input_grad: tuple[float, float]
     exchange: float = 0.0
-
-
-class Exchange(NamedTuple):
-    """The dispatch (D) or combine (C) of a layer of a chunk in a pass; prints as `D2 of 0F3`."""
-
-    kind: Literal["D", "C"]
-    layer: int
-    action: Action
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.layer} of {self.action}"
 
 
 class Joint(NamedTuple):
@@ -91,19 +74,3 @@ def together(forward: tuple[Layer, ...], backward: tuple[Layer, ...]) -> Joint:
         if b is not None:
             down = run(b.input_grad[0], down)
     return Joint(max(up, down), tuple(found))
-
-
-def exchanges(schedule: Schedule, simulation: Simulation, costs: Costs, rank: int) -> Iterator[tuple[Exchange, Span]]:
-    """The rank's lane: every dispatch and combine of a simulated schedule, with its span. Nothing without experts."""
-    if costs.layers is None:
-        return
-    spans = iter(simulation.spans[rank])
-    for item in schedule.items[rank]:
-        passes = [*passes_of([item])]
-        (start, _), *_ = [next(spans) for _ in passes]
-        of: list[tuple[Layer, ...]] = [(), ()]
-        for each in passes:
-            if each.kind != "W":
-                of[each.kind != "F"] = costs.layers[schedule.stage(rank, each)]
-        for kind, of_forward, layer, (first, last) in together(*of).exchanges:
-            yield Exchange(kind, layer, passes[0 if of_forward else -1]), (start + first, start + last)

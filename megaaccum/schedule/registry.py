@@ -30,8 +30,6 @@ class Entry:
     chunks: int | None = 1
     """Model chunks per rank; None if the caller chooses (interleaved)."""
     placement: Placement = "loop"
-    splits: bool = False
-    """Whether it splits the backward into I and W."""
     build: Builder | None = None
     """None for the interleaved schedule, which has parameters of its own."""
     least: Callable[[int], int] = lambda pp: 1
@@ -104,10 +102,7 @@ def _entry_of_file(path: str) -> Entry:
             f"schedule {path} places stages as {stored.stages}: rank r has to hold stages r, r + pp, ... (as the"
             " interleaved schedule) or r and 2 * pp - 1 - r (a V)"
         )
-    return Entry(
-        name=path, chunks=stored.chunks, placement=stored.placement, splits=stored.splits_backward,
-        build=_from_file(stored),
-    )  # fmt: skip
+    return Entry(name=path, chunks=stored.chunks, placement=stored.placement, build=_from_file(stored))
 
 
 def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, placement: Placement = "loop") -> None:
@@ -120,7 +115,7 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
     if name in _REGISTRY:
         raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
     if callable(builder):
-        _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, splits=True, build=builder)
+        _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, build=builder)
     else:
         _REGISTRY[name] = replace(_entry_of_file(str(builder)), name=name)
 
@@ -197,16 +192,13 @@ _BUILT_IN_ENTRIES = (
     Entry(name="1f1b", title="1F1B", build=one_forward_one_backward, by_megatron=True),  # arXiv 2104.04473
     Entry(name="interleaved", title="interleaved 1F1B", chunks=None, by_megatron=True),  # the same, section 2.2
     Entry(name="gpipe", title="GPipe", build=gpipe),  # Huang et al., arXiv 1811.06965
-    Entry(name="zb-h1", title="ZB-H1", build=zb_h1, splits=True),  # Qi et al., arXiv 2401.10241
-    Entry(
-        name="zbv", title="ZB-V", chunks=2, placement="v", build=zbv, splits=True, least=lambda pp: 2 * pp - 1
-    ),  # the same, section 6
-    Entry(
-        name="dualpipev", title="DualPipeV", chunks=2, placement="v", build=dualpipev, splits=True,
-        least=lambda pp: 2 * pp,
-    ),  # DeepSeek-AI/DualPipe, arXiv 2412.19437
-    Entry(name="v-half", title="V-Half", chunks=2, placement="v", build=v_half, splits=True),  # arXiv 2405.15362
-    Entry(name="v-min", title="V-Min", chunks=2, placement="v", build=v_min, splits=True),
-)  # fmt: skip
+    Entry(name="zb-h1", title="ZB-H1", build=zb_h1),  # Qi et al., arXiv 2401.10241
+    # arXiv 2401.10241, section 6.
+    Entry(name="zbv", title="ZB-V", chunks=2, placement="v", build=zbv, least=lambda pp: 2 * pp - 1),
+    # DeepSeek-AI/DualPipe, arXiv 2412.19437.
+    Entry(name="dualpipev", title="DualPipeV", chunks=2, placement="v", build=dualpipev, least=lambda pp: 2 * pp),
+    Entry(name="v-half", title="V-Half", chunks=2, placement="v", build=v_half),  # arXiv 2405.15362
+    Entry(name="v-min", title="V-Min", chunks=2, placement="v", build=v_min),
+)
 _REGISTRY.update({each.name: each for each in _BUILT_IN_ENTRIES})
 BUILT_IN = tuple(_REGISTRY)

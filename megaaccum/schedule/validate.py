@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import NAMES, Action, Item, Schedule, passes_of
@@ -208,6 +210,19 @@ def in_order(schedule: Schedule, queues: Sequence[Sequence[Item]]) -> Iterator[t
                         ready.append(owner[stage + step])
             item = next(left[rank], None)
         due[rank] = item
+
+
+@lru_cache
+def warm_up(schedule: Schedule) -> tuple[int, ...]:
+    """By rank, the number of its first items that are forwards and need nothing but those of other ranks: all ranks can
+    come that far and stop.
+
+    In a schedule whose ranks end one after the other, a rank that is done can begin the next step's forwards while
+    others still work (`speculative_step`). Its verdict on the step is there before its first backward: in any pipeline
+    a backward comes after a forward of every stage, so after the end of the flush before on every rank."""
+    heads = [[*takewhile(lambda item: len(item) == 3 and item.kind == "F", items)] for items in schedule.items]
+    counts = Counter(rank for rank, _ in in_order(schedule, heads))
+    return tuple(counts[rank] for rank in range(schedule.pp))
 
 
 def _check_progress(schedule: Schedule) -> None:

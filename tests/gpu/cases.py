@@ -97,6 +97,7 @@ def saved_in_background(*, dry: bool) -> Found:
     """Step 2 is saved while step 3 runs; the run that resumes from it repeats step 3 to the bit."""
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
     case, folder = Case(1, "--pp_microbatches 8", PLAIN, "bf16"), tempfile.mkdtemp()
     rig = Rig.of(case)
@@ -104,7 +105,7 @@ def saved_in_background(*, dry: bool) -> Found:
         rig.train(step)
     progress = save_load.Progress(step=2, consumed_samples=16, lr_schedule={}, data={}, shape={})
     group = groups.for_background(5)
-    writing = save_load.BackgroundSave(folder, rig.backend, rig.groups, progress, keep_last=1, group=group)
+    writing = BackgroundSave(folder, rig.backend, rig.groups, progress, keep_last=1, group=group)
     whole = rig.train(3)
     path = writing.finish()
     other = Rig.of(case)

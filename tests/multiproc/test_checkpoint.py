@@ -99,12 +99,13 @@ def written_while_training(folder: str, case: Case) -> tuple[bool, bool, bool, s
     """Save after step 2 in the background, take step 3 before a byte is written, then resume from the checkpoint."""
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
     run, held = Run.of(case), Held()
     run.step(1)
     run.step(2)
     then = run.state()
-    writing = save_load.BackgroundSave(
+    writing = BackgroundSave(
         folder,
         run.backend,
         run.groups,
@@ -213,6 +214,7 @@ def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> 
 
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
     run, group, create = Run.of(case), groups.for_background(1), FileSystem.create_stream
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=2)
@@ -221,7 +223,7 @@ def with_a_disk_that_fails(folder: str, background: bool, case: Case = CASE) -> 
         FileSystem.create_stream = lambda self, path, mode: create(self, full, mode)
     try:
         if background:
-            writing = save_load.BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=group)
+            writing = BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=group)
             run.step(2)
             writing.finish()
         else:
@@ -241,12 +243,13 @@ def saved_apart(folder: str, background: bool) -> str:
 
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
     run, own = Run.of(CASE), Path(folder, str(dist.get_rank()))
     save = functools.partial(save_load.save, own, run.backend, run.groups, progress(1), keep_last=1)
     if background:
         group = groups.for_background(1)
-        saving = save_load.BackgroundSave(own, run.backend, run.groups, progress(1), keep_last=1, group=group)
+        saving = BackgroundSave(own, run.backend, run.groups, progress(1), keep_last=1, group=group)
         save = saving.finish
     with pytest.raises(CheckpointError) as raised:
         save()
@@ -293,12 +296,13 @@ def killed_while_it_writes(folder: str) -> None:
 
     from megaaccum.checkpoint import save_load
     from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
     run = Run.of(CASE)
     run.step(1)
     save_load.save(folder, run.backend, run.groups, progress(1), keep_last=1)
     Held()
-    save_load.BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=groups.for_background(1))
+    BackgroundSave(folder, run.backend, run.groups, progress(2), keep_last=1, group=groups.for_background(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -276,10 +276,10 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
     """The run gets SIGTERM right after the checkpoint of step 2 was begun, and writing takes a second longer."""
     import torch.distributed.checkpoint as dcp
 
-    from megaaccum.checkpoint import save_load
     from megaaccum.cli import train
+    from megaaccum.pretrain.training.background_save import BackgroundSave
 
-    write, begin = dcp.FileSystemWriter.write_data, save_load.BackgroundSave.__init__
+    write, begin = dcp.FileSystemWriter.write_data, BackgroundSave.__init__
 
     def slowly(*args):
         time.sleep(1)
@@ -290,7 +290,7 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
         if os.environ["RANK"] == "0" and self.target.name == "step_0000002":
             os.kill(os.getppid(), signal.SIGTERM)
 
-    dcp.FileSystemWriter.write_data, save_load.BackgroundSave.__init__ = slowly, and_stop
+    dcp.FileSystemWriter.write_data, BackgroundSave.__init__ = slowly, and_stop
     return train.main(argv)
 
 

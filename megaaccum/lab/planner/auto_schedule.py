@@ -15,11 +15,10 @@ from megaaccum.config.resolve import with_schedules
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import expected, micro_batch, sync_mode
 from megaaccum.lab.planner.layouts import Layouts
-from megaaccum.lab.planner.pipeline import is_simulated
+from megaaccum.lab.planner.pipeline import is_simulated, seconds_without_barrier
 from megaaccum.lab.planner.stages import stages_of
 from megaaccum.lab.planner.time import TimeModel, rank_pass
 from megaaccum.pretrain.model.layers import Layers
-from megaaccum.schedule.overlap import seconds_without_barrier
 from megaaccum.schedule.registry import build
 from megaaccum.schedule.simulate import Costs, simulate
 from megaaccum.units import amount

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaaccum.lab.planner.layouts import SCHEDULES
+from megaaccum.schedule.actions import Item, Schedule, changed
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.registry import build, by_executor, entry, is_v_shaped, names
 from megaaccum.schedule.simulate import Costs, simulate
@@ -189,3 +190,21 @@ add_formulas("zbv", Formulas(lambda p, v, rank, m, group: [np.minimum(m, p)] * 2
 add_formulas(
     "dualpipev", Formulas(lambda p, v, rank, m, group: [np.minimum(m, p + 1), np.minimum(m, p)], _dualpipev_fill)
 )
+
+
+def seconds_without_barrier(schedule: Schedule, costs: Costs) -> float:
+    """Time from one flush to the next where no rank waits for the others' end (`speculative_step`), in the unit of
+    `costs`."""
+    first, last = (simulate(_repeated(schedule, times), costs).makespan for times in (2, 4))
+    return (last - first) / 2
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    """`times` flushes as one."""
+    m = schedule.num_microbatches
+
+    def shifted(item: Item, by: int) -> Item:
+        return changed(item, lambda action: action._replace(microbatch=action.microbatch + by))
+
+    items = tuple(tuple(shifted(item, n * m) for n in range(times) for item in rank) for rank in schedule.items)
+    return Schedule(name=schedule.name, pp=schedule.pp, num_microbatches=times * m, stages=schedule.stages, items=items)

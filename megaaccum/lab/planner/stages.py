@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megaaccum.config.schema import Config, ModelConfig
-from megaaccum.config.stage_layout import layers_of_stages, parse_layout
+from megaaccum.config.schema import Config, ModelConfig, ParallelConfig
+from megaaccum.config.stage_layout import parse_layout
 from megaaccum.pretrain.metrics.layer_shapes import expert_layers
 from megaaccum.schedule.registry import by_executor, is_v_shaped, names
 
@@ -90,6 +90,23 @@ def make_stages(model: ModelConfig, layers: Sequence[int]) -> list[Stage]:
         extra = (model.mtp_num_layers or 0) if last else 0
         stages.append(Stage(count - moe, moe, index == 0, last, norm, extra))
     return stages
+
+
+def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Transformer layers of each stage in model order, pp * vpp of them, for a configuration that keeps the rules."""
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.pipeline_model_parallel_layout is not None:
+        return [stage.count("t") for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        return [model.num_layers // (pp * vpp)] * (pp * vpp)
+    ends = [count for count in (first, last) if count is not None]
+    between = pp - len(ends)
+    middle = (model.num_layers - sum(ends)) // between if between else 0
+    by_rank = [middle] * pp
+    by_rank[0] = middle if first is None else first
+    by_rank[-1] = by_rank[-1] if last is None else last
+    return [count // vpp for count in by_rank] * vpp
 
 
 def stages_of(config: Config) -> list[Stage]:

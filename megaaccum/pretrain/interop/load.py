@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.load import assemble
 from megaaccum.config.schema import Config
-from megaaccum.config.source import COMMAND_LINE, Source, Unknown, is_yaml, read_command_line, read_text, read_yaml
+from megaaccum.config.source import COMMAND_LINE, Source, Unknown, compose, read_command_line, read_text, read_yaml
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
 from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
@@ -51,7 +53,7 @@ def read(
         _read_overrides(overrides, contents, whole=True)
     else:
         text, path = read_text(path), Path(path)
-        if is_yaml(text, path):
+        if _is_yaml(text, path):
             _read_keys(text, path, contents)
             _read_overrides(overrides, contents, whole=False)
         else:
@@ -62,6 +64,16 @@ def read(
         block, origin, by_flags = contents.blocks[-1]
         problems += reconcile(config, block, origin, by_flags=by_flags)
     return config, problems
+
+
+def _is_yaml(text: str, path: Path) -> bool:
+    """Whether a file is YAML (or JSON) keys, by its suffix or, without a telling one, by its text."""
+    if path.suffix.lower() in (".yaml", ".yml", ".json"):
+        return True
+    try:
+        return isinstance(compose(text, "")[1], yaml.MappingNode)
+    except ConfigError:
+        return False
 
 
 _PROGRAMS = re.compile(r"pretrain_(gpt|hybrid|mamba)\.py")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megaaccum.errors import ScheduleError
-from megaaccum.schedule.actions import NAMES, Action, Schedule
-from megaaccum.schedule.exchange import exchanges
+from megaaccum.schedule.actions import NAMES, Action, Schedule, passes_of
+from megaaccum.schedule.exchange import Layer, Span, together
 from megaaccum.schedule.simulate import Costs, Simulation, held
 
 if TYPE_CHECKING:
@@ -23,6 +23,33 @@ EXCHANGES = {"D": "#7a3b8f", "C": "#c04f7f"}
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABELS = 1500
 """Above this many actions micro-batch numbers would only blacken the picture."""
+
+
+class Exchange(NamedTuple):
+    """The dispatch (D) or combine (C) of a layer of a chunk in a pass; prints as `D2 of 0F3`."""
+
+    kind: Literal["D", "C"]
+    layer: int
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.layer} of {self.action}"
+
+
+def exchanges(schedule: Schedule, simulation: Simulation, costs: Costs, rank: int) -> Iterator[tuple[Exchange, Span]]:
+    """The rank's lane: every dispatch and combine of a simulated schedule, with its span. Nothing without experts."""
+    if costs.layers is None:
+        return
+    spans = iter(simulation.spans[rank])
+    for item in schedule.items[rank]:
+        passes = [*passes_of([item])]
+        (start, _), *_ = [next(spans) for _ in passes]
+        of: list[tuple[Layer, ...]] = [(), ()]
+        for each in passes:
+            if each.kind != "W":
+                of[each.kind != "F"] = costs.layers[schedule.stage(rank, each)]
+        for kind, of_forward, layer, (first, last) in together(*of).exchanges:
+            yield Exchange(kind, layer, passes[0 if of_forward else -1]), (start + first, start + last)
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 | `loop` | `train`, the training loop |
 | `training_run` | the objects of a run, and what it does beside its steps |
 | `evaluation`, `text_comparisons`, `sampling`, `generate` | what the model has learned |
-| `saver` | when checkpoints are written |
+| `saver`, `background_save` | when checkpoints are written, and while training continues |
 | `stop_signals` | the signals that end a run after its step |
 | `run_folder` | the folders of a run, checked and claimed |
 | `open_log`, `header` | the log opened; the first lines |

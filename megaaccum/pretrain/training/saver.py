@@ -12,7 +12,6 @@ import torch
 
 from megaaccum.checkpoint import resume, save_load
 from megaaccum.checkpoint.folders import DamagedCheckpoint, read_progress, resume_candidates, step_of
-from megaaccum.checkpoint.save_load import BackgroundSave
 from megaaccum.config import Plan
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import raise_on_all_ranks
@@ -20,6 +19,7 @@ from megaaccum.engine import Engine
 from megaaccum.errors import CheckpointError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.pretrain.data.dataset import Datasets
 from megaaccum.pretrain.launch.lock import LOCK
+from megaaccum.pretrain.training.background_save import BackgroundSave
 from megaaccum.pretrain.training.run_folder import checkpoint_folder
 from megaaccum.pretrain.weights import foreign
 
@@ -85,7 +85,7 @@ class Saver:
             return str(self._write_by(save_load.save))
         if self._group is None:
             self._group = groups.for_background(self.engine.plan.config.parallel.distributed_timeout_minutes)
-        self._writing = self._write_by(save_load.BackgroundSave, group=self._group)
+        self._writing = self._write_by(BackgroundSave, group=self._group)
         return f"{self._writing.target} (being written)"
 
     def finish(self) -> None:

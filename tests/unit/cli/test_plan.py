@@ -15,12 +15,12 @@ import pytest
 from megaaccum import cli
 from megaaccum.config import resolve
 from megaaccum.config.schema import ModelConfig, ParallelConfig
-from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.lab.planner import calibration
 from megaaccum.lab.planner.candidates import AXES, Limits
 from megaaccum.lab.planner.cut import predicted_profile
 from megaaccum.lab.planner.hardware import load_hardware
 from megaaccum.lab.planner.search import search
+from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load

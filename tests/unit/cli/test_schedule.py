@@ -7,9 +7,9 @@ import pytest
 
 from megaaccum.cli import main
 from megaaccum.config import resolve
-from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.errors import ScheduleError
 from megaaccum.executor.timeline import write_trace
+from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics.schedule_plots import figure, save, text
 from megaaccum.schedule import Costs, build, read_csv, simulate

@@ -9,8 +9,9 @@ import pytest
 
 from megaaccum.config import resolve
 from megaaccum.config.keys import all_keys
-from megaaccum.config.stage_layout import layers_of_stages, parse_layout
+from megaaccum.config.stage_layout import parse_layout
 from megaaccum.errors import ConfigError
+from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.pretrain.interop.load import load
 from tests.support.configs import make, plan
 

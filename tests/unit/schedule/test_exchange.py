@@ -12,9 +12,9 @@ from megaaccum.lab.search.bound import Bound
 from megaaccum.lab.search.cut import bound_of_cuts, tune_cut
 from megaaccum.lab.search.profile import LayerCost, Profile, even_cut
 from megaaccum.lab.search.search import compare, search_order
-from megaaccum.pretrain.metrics.schedule_plots import figure, text
+from megaaccum.pretrain.metrics.schedule_plots import exchanges, figure, text
 from megaaccum.schedule import Action, Costs, Pair, build, make_schedule, parse, simulate, validate
-from megaaccum.schedule.exchange import Layer, exchanges, together
+from megaaccum.schedule.exchange import Layer, together
 from megaaccum.schedule.pass_numbers import Problem
 
 EXPERTS = LayerCost(forward=4.0, input_grad=4.0, weight_grad=2.0, exchange=0.5, experts=2 / 3)

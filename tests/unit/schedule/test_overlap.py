@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megaaccum.lab.planner.pipeline import seconds_without_barrier
 from megaaccum.schedule import Costs, build, simulate
 from megaaccum.schedule.actions import Pair
-from megaaccum.schedule.overlap import seconds_without_barrier, warm_up
+from megaaccum.schedule.validate import warm_up
 
 EVERY = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "v-half", "v-min")
 

@@ -69,7 +69,7 @@ def test_filling_takes_what_the_simulator_says(
 )
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_without_a_barrier_it_takes_what_consecutive_flushes_take(pp: int, f: float, i: float, w: float) -> None:
-    from megaaccum.schedule.overlap import seconds_without_barrier
+    from megaaccum.lab.planner.pipeline import seconds_without_barrier
     from megaaccum.schedule.simulate import Costs
 
     m = 2 * pp

@@ -11,8 +11,8 @@ import torch
 
 from megaaccum.cli import verify as cli_verify
 from megaaccum.config import Plan, precision, resolve
-from megaaccum.config.stage_layout import layers_of_stages
 from megaaccum.lab.planner import footprint, sync_mode
+from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.reference import lr_schedule
 from megaaccum.lab.verification.shrink import MOST_RANKS, as_case
