@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if args.hostfile is None:
         check_files(config)  # what no layout could read
     world_size = _world_size(args, config)
-    hardware = _hardware(args)
-    workload = make_workload(config, world_size=world_size, hardware=hardware)
+    workload = make_workload(config, world_size=world_size, hardware=_hardware(args))
     ranked = search(workload, Limits(fixed=parse_axes(",".join(args.fix))), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(

@@ -225,7 +225,7 @@ class Mail:
         self._stream = torch.cuda.current_stream() if cpu.has_accelerator() else None
         self._closed = list(self._due)
         self._needs, self._num_sent = needs, 0
-        self._to_fill: set[Channel] = set()  # after the next send
+        self._to_fill: dict[Channel, int] = {}  # once as many sends have begun
 
     def _open(self, kinds: str) -> None:
         """Post the first receives of these kinds, if that has not been done."""
@@ -236,20 +236,17 @@ class Mail:
     def _fill(self, channel: Channel) -> None:
         """Post receives ahead, in the stream that the flush computes in, where they are used: Megatron's schedule plans
         send from a stream of their own, whose pool would give a buffer away again while compute reads it."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            self._receive_ahead(channel)
-
-    def _receive_ahead(self, channel: Channel) -> None:
         (source, _, kind), due, posted = channel, self._due[channel], self._posted[channel]
         nbytes = sum(buffer.nbytes for _, _, buffer in posted)
         while due and (len(posted) < self._ahead or nbytes < self._small):
-            if self._needs.get((kind, due[0]), 0) > self._num_sent:
-                self._to_fill.add(channel)
+            if (needed := self._needs.get((kind, due[0]), 0)) > self._num_sent:
+                self._to_fill[channel] = needed
                 return
-            buffer = self.new_buffer(message := due.popleft())
-            posted.append((message, self._channels.receive(buffer, source, kind), buffer))
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                buffer = self.new_buffer(message := due.popleft())
+                posted.append((message, self._channels.receive(buffer, source, kind), buffer))
             nbytes += buffer.nbytes
-        self._to_fill.discard(channel)
+        self._to_fill.pop(channel, None)
 
     def receive(self, source: int, kind: str, message: Message) -> torch.Tensor:
         """The content of `message` from rank `source` of the pipeline, once it is there."""
@@ -264,7 +261,7 @@ class Mail:
             if not posted:  # before waiting: it takes a while, and the message may still be on its way
                 self._fill(channel)
         if len(posted) < self._ahead and self._due[channel]:
-            self._to_fill.add(channel)
+            self._to_fill.setdefault(channel, 0)
         work, buffer = self._kept.pop((channel, message))
         work.wait()
         return buffer
@@ -275,7 +272,7 @@ class Mail:
         self._num_sent += 1
         # Not before: others wait for what this rank sends first.
         self._open("FB")
-        for channel in [*self._to_fill]:
+        for channel in [at for at, needed in self._to_fill.items() if needed <= self._num_sent]:
             self._fill(channel)
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
-from megaaccum.distributed.agreement import describe
+from megaaccum.distributed.agreement import any_rank, describe
 from megaaccum.errors import RankDisagreement, StepError
 
 Microbatch = dict[str, torch.Tensor]
@@ -46,6 +46,19 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, poli
             " end the run with the last whole batch (train_iters)."
         )
     return f"of {wanted} micro-batches {short} (short_batch: {policy})"
+
+
+def check_can_pad(microbatches: Sequence[Any], note: str) -> None:
+    """A rank that has no micro-batch makes dummies of our format only. Collective over the world; raises StepError on
+    every rank. microbatches: this rank's. note: which ranks have too few."""
+    if any_rank(not microbatches) and any_rank(not all(_is_ours(each) for each in microbatches)):
+        raise StepError(
+            f"{note}: a rank without any cannot make one of your format: give it one, or set short_batch to drop"
+        )
+
+
+def _is_ours(microbatch: Any) -> bool:
+    return isinstance(microbatch, dict) and set(_ZEROED) <= microbatch.keys() <= _OURS
 
 
 def filled(microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan) -> Sequence[Microbatch]:

@@ -160,6 +160,8 @@ class TrainStep:
         )
         if short and self.plan.config.step.short_batch == "drop":
             return None, stop, short
+        if short:
+            short_batch.check_can_pad(microbatches, short)
         whole = self._whole(microbatches, batch)
         if any_rank(whole.weights is None) if short else total is not None and math.isnan(total):
             return replace(whole, weights=None), stop, short

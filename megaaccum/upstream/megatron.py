@@ -6,7 +6,6 @@ Megatron has no types: its modules, its DDP and its optimizer are `Any`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,20 +67,6 @@ def hold_groups(held: Mapping[str, Any]) -> None:
     if not held:
         held = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
     vars(parallel_state).update(held)
-
-
-def has_transformer_engine() -> bool:
-    """Whether Megatron-core found Transformer Engine when it was imported."""
-    from megatron.core.extensions import transformer_engine
-
-    return bool(transformer_engine.HAVE_TE)
-
-
-def has_fused_softmax() -> bool:
-    """Whether apex's kernels are installed, which Megatron-core's fused softmax imports when it is used (0.19:
-    FusedScaleMaskSoftmax.is_kernel_available)."""
-    names = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
-    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:

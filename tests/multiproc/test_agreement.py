@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megaaccum.errors import StepError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support.distance import problems
 from tests.support.faults import differences, state_of
@@ -197,9 +198,23 @@ def test_padding_is_the_step_on_what_there_is(missing):
         assert all(f"rank 1 has {8 - missing}, rank 3 has {8 - missing}" in note for _, note in ranks)
 
 
-def dropped_or_not() -> list[str]:
-    from megaaccum.errors import StepError
+def padded_in_another_format(mine: int) -> str:
+    rig = Rig.of(Case(2, "--grad_accum_steps 2 --pp_microbatches 1 --short_batch pad", "--num_layers 2"))
+    batches = [{**batch, "user_id": 1} for batch in rig.microbatches()]
+    try:
+        rig.train_step.train(batches[: mine if rig.groups.dp.rank() else None], step=1)
+    except StepError as error:
+        return str(error)
+    return ""
 
+
+@pytest.mark.parametrize("mine", [0, 1])
+def test_a_rank_without_any_microbatch_of_a_users_format_is_an_error_on_every_rank(mine):
+    for text in run_ranks(padded_in_another_format, 2, mine, timeout=40):
+        assert ("rank 1 has 0" in text and "give it one" in text) if mine == 0 else text == ""
+
+
+def dropped_or_not() -> list[str]:
     rig = Rig.of(Case(4, PIPELINE, "--num_layers 4 --short_batch drop"))
     batches = rig.microbatches()[: 8 - rig.groups.dp.rank()]
     before = state_of(rig.backend)

@@ -19,7 +19,7 @@ from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.upstream import emerging
 
 DTYPES = names.DTYPES
-_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+_DROPOUTS = tuple(each for name, each in vars(torch.nn).items() if "Dropout" in name)
 
 
 def vocab_size_of(case: Case) -> int:

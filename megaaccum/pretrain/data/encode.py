@@ -68,8 +68,7 @@ def encode_all(texts: Iterable[str], tokenizer_json: str, eod: int | None, *, nu
     """
     chunks = _chunks(texts)
     if num_workers == 1:
-        encoder = Encoder(tokenizer_json, eod)
-        yield from map(encoder.encode, chunks)
+        yield from map(Encoder(tokenizer_json, eod).encode, chunks)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(tokenizer_json, eod))

@@ -120,8 +120,7 @@ def _call(worker: str, argv: Sequence[str], threads: int) -> None:
 
 def _run(worker: str, argv: Sequence[str]) -> None:
     module, _, name = worker.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    code = function(list(argv))
+    code = getattr(importlib.import_module(module), name)(list(argv))
     if code:
         sys.exit(code)
 

@@ -32,7 +32,7 @@ from megaaccum.platform import cpu, determinism
 from megaaccum.pretrain.model import layer_specs, recompute_gradients
 from megaaccum.pretrain.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.pretrain.model.layers import Layers
-from megaaccum.pretrain.model.machine import check_machine, layer_kind
+from megaaccum.pretrain.model.machine import check_machine, has_fused_softmax, layer_kind
 from megaaccum.upstream import megatron
 from megaaccum.upstream.megatron_training import GPTModelBuilder, GPTModelConfig, HybridModelBuilder, HybridModelConfig
 
@@ -119,7 +119,7 @@ def _fusions(plan: Plan, made_of: Layers, on_gpu: bool) -> dict[str, object]:
         masked_softmax_fusion=on_gpu
         and model.masked_softmax_fusion
         and not plan.config.data.reset_attention_mask
-        and megatron.has_fused_softmax(),
+        and has_fused_softmax(),
         apply_rope_fusion=rope and on_gpu and not made_of.local
         if model.apply_rope_fusion is None
         else model.apply_rope_fusion,

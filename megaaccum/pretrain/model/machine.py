@@ -13,14 +13,27 @@ from megaaccum.errors import ConfigError
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model import layers, recompute_gradients
 from megaaccum.pretrain.model.layers import Layers
-from megaaccum.upstream import megatron
 
 
 def layer_kind(plan: Plan) -> Layers:
     """Kind of the layers of which this machine builds the model."""
     on_gpu = cpu.has_accelerator()
-    has_te = on_gpu and megatron.has_transformer_engine()
+    has_te = on_gpu and has_transformer_engine()
     return layers.choose(plan.config, has_te=has_te, on_gpu=on_gpu, splits=plan.layout.splits_backward)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron-core found Transformer Engine when it was imported."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
+def has_fused_softmax() -> bool:
+    """Whether apex's kernels are installed, which Megatron-core's fused softmax imports when it is used (0.19:
+    FusedScaleMaskSoftmax.is_kernel_available)."""
+    names = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 def check_machine(plan: Plan) -> None:
@@ -70,7 +83,7 @@ def device_problem(recipe: str, capability: tuple[int, int] | None, cuda: str | 
 
 
 def _with_te(plan: Plan) -> Iterator[str]:
-    if megatron.has_transformer_engine():
+    if has_transformer_engine():
         yield from cannot_pack(plan.config)
     else:
         yield (

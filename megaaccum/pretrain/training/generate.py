@@ -70,8 +70,7 @@ class Generation:
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary before padding."""
-        size = self._receipt["data"]["vocab_size"] if self.is_run else self._json["vocab_size"]
-        return int(size)
+        return int(self._receipt["data"]["vocab_size"] if self.is_run else self._json["vocab_size"])
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:
