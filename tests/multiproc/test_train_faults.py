@@ -90,12 +90,18 @@ def save_is_a_file(folder: Path) -> dict:
     return {"error": f"save '{folder / 'corpus.idx'}' cannot be written", "save": folder / "corpus.idx", "code": 2}
 
 
+def trace_is_in_a_file(folder: Path) -> dict:
+    trace = folder / "corpus.idx" / "trace.json"
+    text = f"schedule_trace '{trace.parent}' cannot be written"
+    return {"error": text, "schedule_trace": trace, "schedule": "gpipe", "code": 2}
+
+
 def world_does_not_factor(folder: Path) -> dict:
     return {"error": "world size 3 is not divisible by", "nproc_per_node": 3, "code": 2}
 
 
 BAD_DATA = (no_dataset, truncated_bin, idx_of_another_bin, unreadable_tokenizer)
-BAD_PLACES = (output_dir_is_a_file, save_is_a_file, world_does_not_factor)
+BAD_PLACES = (output_dir_is_a_file, save_is_a_file, trace_is_in_a_file, world_does_not_factor)
 
 
 @pytest.mark.parametrize("fault", [*BAD_DATA, *BAD_PLACES])

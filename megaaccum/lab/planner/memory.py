@@ -308,8 +308,7 @@ class MemoryModel:
         """Parameters that are whole at a time under streaming."""
 
         def size(piece: Stage) -> Any:
-            one = rank_parameters(self.model, [piece], self.vocab_size, at)
-            return one.total + np.zeros(len(at))
+            return rank_parameters(self.model, [piece], self.vocab_size, at).total + np.zeros(len(at))
 
         return units_of(chunks, size, live=self.live_elements, joined=self.joined_units)
 

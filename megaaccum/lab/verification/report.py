@@ -104,8 +104,7 @@ def write(verdict: Verdict, path: Path) -> None:
 
 def picture(verdict: Verdict, path: Path) -> None:
     """Draw the error of each parameter's gradient beside what rounding explains, in the order of the model."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
+    importlib.import_module("matplotlib").use("agg")
     plt = importlib.import_module("matplotlib.pyplot")
     lanes = verdict.comparisons
     figure, axes = plt.subplots(len(lanes), 1, figsize=(12, 1.5 + 3 * len(lanes)), squeeze=False, sharex=True)

@@ -20,7 +20,9 @@ def checkpoint_folder(config: Config) -> Path:
 def check_folders(config: Config) -> None:
     """Check that logs and checkpoints can be written, before anything takes long. Raises ConfigError."""
     run_log.check(config)
-    if _saves(config) and (problems := folder_problems("save", str(checkpoint_folder(config)))):
+    folders = {"save": checkpoint_folder(config)} if _saves(config) else {}
+    folders |= {"schedule_trace": Path(config.run.schedule_trace).parent} if config.run.schedule_trace else {}
+    if problems := [each for key, folder in folders.items() for each in folder_problems(key, str(folder))]:
         raise ConfigError(problems)
 
 
