@@ -31,8 +31,7 @@ class Zero12(ZeroDriver):
             # it in `grad_accum`, and stage 2 does the same when told to.
             self.optimizer.use_grad_accum_attribute = True
             for param in self.params:
-                marked: Any = param
-                marked.grad_accum = None
+                param.grad_accum = None  # type: ignore[attr-defined]
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -48,20 +47,20 @@ class Zero12(ZeroDriver):
         """No parameters: all are whole on every rank."""
         return []
 
-    def release(self, params: list[torch.nn.Parameter]) -> None:
-        """Nothing to do."""
-
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Nothing to do."""
 
-    def gather_ahead(self, params: list[torch.nn.Parameter]) -> None:
-        """Nothing to do."""
+    gather_ahead = release = gather
 
     # --- gradients ---
 
     def begin_reduction(self) -> None:
         super().begin_reduction()
         self.optimizer.setup_buckets()
+
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
+        self.optimizer.clear_backward_seen_flag()  # stage 1 keeps `grad_accum` until then, and with it the last bucket
 
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Hand `param.grad` to the bucket; a full bucket is reduced to its owner and averaged over the group. One of
@@ -171,8 +170,7 @@ class Zero12(ZeroDriver):
 
 def _padding(flat: torch.Tensor) -> torch.Tensor:
     """`flat`, marked as DeepSpeed marks what pads a partition."""
-    marked: Any = flat
-    marked._zero_padding = True
+    flat._zero_padding = True  # type: ignore[attr-defined]
     return flat
 
 
