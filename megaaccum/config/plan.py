@@ -128,9 +128,8 @@ class Plan:
 
     def ramp_state(self) -> dict[str, Any]:
         """The ramp in a checkpoint: the keys that request it, and its intervals on these ranks."""
-        asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
-        if self.config.sharding.reproducible == "layout":
-            asked["micro_batch_size"] = self.batch.micro_batch_size  # the leaves of its sums
+        leaves = ["micro_batch_size"] * (self.config.sharding.reproducible == "layout")  # of its sums
+        asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size", *leaves)}
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 
     def ramp_differences(self, saved: Mapping[str, Any]) -> dict[str, str]:

@@ -56,6 +56,7 @@ class Zero12(ZeroDriver):
 
     def begin_reduction(self) -> None:
         super().begin_reduction()
+        self._drop_partitions()  # with FP32 sums DeepSpeed adds to those of an earlier reduction, as the backend does
         self.optimizer.setup_buckets()
 
     def finish_reduction(self) -> None:
@@ -79,9 +80,11 @@ class Zero12(ZeroDriver):
         self.optimizer.zero_grad(set_to_none=True)
         if self._offloads:
             self.optimizer.reset_cpu_buffers()
+        self._drop_partitions()
+
+    def _drop_partitions(self) -> None:
         for group in self.optimizer.averaged_gradients:
-            self.optimizer.averaged_gradients[group] = None
-            self.optimizer.all_grad_tensors[group] = None
+            self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements). A rank
@@ -92,8 +95,7 @@ class Zero12(ZeroDriver):
                 for param, start, position, count in self._owned(group):
                     yield param, flat.grad.view(-1).narrow(0, position, count), start
             else:
-                averaged = self.optimizer.averaged_gradients[group]
-                pieces = [each for each in averaged if not getattr(each, "_zero_padding", False)]
+                pieces = [p for p in self.optimizer.averaged_gradients[group] if not getattr(p, "_zero_padding", False)]
                 for (param, start, *_), piece in zip(self._owned(group), pieces, strict=False):
                     yield param, piece.view(-1), start
 
