@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megaaccum.config import slurm
 from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
-from megaaccum.config.batch_ramp import KEYS, BatchRamp, recut
+from megaaccum.config.batch_ramp import KEYS, BatchRamp, build_ramp, recut
 from megaaccum.config.keys import value, values_where
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
@@ -125,14 +124,12 @@ class Plan:
     def in_runs(self) -> bool:
         """Whether a data-parallel rank has consecutive micro-batches of the global batch, rather than taking turns:
         their gradients are then one subtree of the sum (sharding/sum_tree.py)."""
-        sharding = self.config.sharding
-        return sharding.reproducible == "layout" and sharding.sync == "resident"
+        return self.config.sharding.reproducible == "layout" and self.config.sharding.sync == "resident"
 
     def ramp_state(self) -> dict[str, Any]:
         """The ramp in a checkpoint: the keys that request it, and its intervals on these ranks."""
-        asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size")}
-        if self.config.sharding.reproducible == "layout":
-            asked["micro_batch_size"] = self.batch.micro_batch_size  # the leaves of its sums
+        leaves = ["micro_batch_size"] * (self.config.sharding.reproducible == "layout")  # of its sums
+        asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size", *leaves)}
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 
     def ramp_differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -152,18 +149,21 @@ class Plan:
         """This plan with the ramp of a checkpoint (`ramp_state`), perhaps cut over other ranks, from `consumed_samples`
         on; with `override: batch` its own ramp from there on. Raises ConfigError if the ramps differ without that, or
         if these ranks cannot continue the checkpoint's."""
-        if not saved or saved["intervals"] == self.ramp_state()["intervals"]:
-            return self
-        intervals = saved["intervals"]
-        if differing := self.ramp_differences(saved):
-            if "batch" not in self.config.run.override:
-                texts = [f"{text}; {remedy}" for text, remedy in differing.items()]
-                raise ConfigError([*texts, "or set override to batch, or no_load to true to start afresh."])
-            past = [interval for interval in intervals if interval[0] < consumed_samples]
-            ahead = [interval for interval in self.ramp.intervals if interval[0] > consumed_samples]
-            intervals = [*past, (consumed_samples, self.ramp.size_at(consumed_samples)), *ahead]
-        ramp = recut(intervals, self.batch, partial(flush_problems, self.config), consumed_samples)
-        return dataclasses.replace(self, ramp=ramp)
+        broken = partial(flush_problems, self.config)
+        # Not self.ramp: that may be of a checkpoint that then proved damaged, or of an earlier load.
+        ramp = build_ramp(self.config.batch, self.batch, self.config.run.train_iters, broken, [])
+        intervals = saved.get("intervals", ramp.intervals)
+        differing = self.ramp_differences(saved)
+        if differing and "batch" not in self.config.run.override:
+            texts = [f"{text}; {remedy}" for text, remedy in differing.items()]
+            raise ConfigError([*texts, "or set override to batch, or no_load to true to start afresh."])
+        if [*map(tuple, intervals)] != [*ramp.intervals]:
+            if differing:
+                past = [interval for interval in intervals if interval[0] < consumed_samples]
+                ahead = [interval for interval in ramp.intervals if interval[0] > consumed_samples]
+                intervals = [*past, (consumed_samples, ramp.size_at(consumed_samples)), *ahead]
+            ramp = recut(intervals, self.batch, broken, consumed_samples)
+        return self if ramp == self.ramp else replace(self, ramp=ramp)
 
     def digest(self) -> str:
         """A hash of everything that decides the numbers of this run, 16 hexadecimal digits, stable between hosts.
@@ -175,10 +175,10 @@ class Plan:
     def facts(self) -> dict[str, object]:
         """The digest's contents: every key that decides numbers, the DeepSpeed block, batch and layout."""
         keys = values_where(self.config, lambda facts: not facts.per_host)
-        layout = {f"layout.{name}": value for name, value in dataclasses.asdict(self.layout).items()}
+        layout = {f"layout.{name}": value for name, value in asdict(self.layout).items()}
         keys |= {f"model.{key}": value for key, value in self.config.megatron.items()}
         theirs = {f"deepspeed.{key}": value for key, value in self.config.deepspeed.items() if key not in MONITORS}
-        batch = {f"batch.{name}": value for name, value in dataclasses.asdict(self.batch).items()}
+        batch = {f"batch.{name}": value for name, value in asdict(self.batch).items()}
         facts = keys | layout | batch | {"batch ramp": self.ramp.intervals} | theirs
         if self.layout.schedule.endswith(".csv"):  # a table that every rank reads until rank 0 has shared its own
             table = stored_table(self.layout.schedule)

@@ -47,7 +47,7 @@ def evaluate(
     steps: TrainStep, microbatches: Sequence[Any], problem: MegaaccumError | None = None
 ) -> tuple[float, float]:
     """(mean loss, weight) of one global batch; the same on every rank. A `problem` of any rank is raised on every rank,
-    and StepError for weights that are negative or not numbers."""
+    and StepError for weights that are negative or not finite."""
     tally = forward(steps, steps.agreed_batch("evaluate", problem, microbatches))
     total, weight, bad = sums_over_ranks(world_sums.counted(steps.groups, [*tally.sums(), tally.faults()[0]]))
     world_sums.refuse_weights(bad)

@@ -125,10 +125,10 @@ class Tally:
         return [self.total(self.losses), self.total(self.weights)]
 
     def faults(self) -> list[torch.Tensor]:
-        """[weights that are negative or not numbers, 1 if there is a problem], float64 scalars."""
+        """[weights that are negative or not finite, 1 if there is a problem], float64 scalars."""
         count = flag(False)
         if self.weights:
-            count = torch.logical_not(torch.stack(self.weights) >= 0).sum(dtype=torch.float64)
+            count = torch.stack(self.weights).nan_to_num(-1.0, posinf=-1.0).lt(0).sum(dtype=torch.float64)
         return [count, flag(self.problem is not None)]
 
 

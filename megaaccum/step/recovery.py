@@ -99,8 +99,6 @@ class Recovery:
     def _judge(self, step: int, attempt: Attempt, look: Look, without: Without) -> Attempt:
         if attempt.is_empty:
             return replace(attempt, skip=True, bad=True, note="every token of the step is masked")
-        if self._keys.nonfinite == "off":
-            return attempt
         if attempt.is_finite and not attempt.num_zeroed:
             alarm = self._guard.judge(attempt.norm)
             if not alarm:
@@ -109,6 +107,8 @@ class Recovery:
                 raise StepError(f"step {step}: {alarm}. Set grad_norm_guard to warn or skip to go on.")
             skip = self._guard.action == "skip"
             return replace(attempt, skip=skip, bad=skip, note=alarm)
+        if self._keys.nonfinite == "off":
+            return attempt
         if self.scaler is not None and self.scaler.can_back_off:
             return replace(attempt, skip=True, overflow=True)
         if attempt.is_finite:

@@ -110,12 +110,12 @@ def attempt_of(steps: TrainStep, opened: OpenStep, norm: float, sums: Sequence[f
 
 def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt:
     """`attempt` with reports of new names, and zeroed elements. Raises a problem of any rank, and StepError for weights
-    that are negative or not numbers. Collective over the world."""
+    that are negative or not finite. Collective over the world."""
     tally = opened.tally
     bad, problem, unknown, zeroed = sums_over_ranks(faults(steps, tally))
     if problem:
         raise_together(tally.problem)
-    refuse_weights(bad, "a weight that is negative or not a number, or a sum of losses without a gradient (detached, or"
+    refuse_weights(bad, "a weight that is negative or not finite, or a sum of losses without a gradient (detached, or"
                    " made under no_grad)")  # fmt: skip
     reports = attempt.reports
     if unknown:
@@ -124,7 +124,7 @@ def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt
     return replace(attempt, reports=reports, num_zeroed=int(zeroed))
 
 
-def refuse_weights(bad: float, why: str = "a weight that is negative or not a number") -> None:
+def refuse_weights(bad: float, why: str = "a weight that is negative or not finite") -> None:
     """Raise StepError if loss functions gave micro-batches, `bad` over all ranks, what cannot be a weight."""
     if bad:
         raise StepError(f"{bad:.0f} micro-batches have {why}: fix the loss function").printed_once()

@@ -31,8 +31,7 @@ class Zero12(ZeroDriver):
             # it in `grad_accum`, and stage 2 does the same when told to.
             self.optimizer.use_grad_accum_attribute = True
             for param in self.params:
-                marked: Any = param
-                marked.grad_accum = None
+                param.grad_accum = None  # type: ignore[attr-defined]
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -48,20 +47,21 @@ class Zero12(ZeroDriver):
         """No parameters: all are whole on every rank."""
         return []
 
-    def release(self, params: list[torch.nn.Parameter]) -> None:
-        """Nothing to do."""
-
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Nothing to do."""
 
-    def gather_ahead(self, params: list[torch.nn.Parameter]) -> None:
-        """Nothing to do."""
+    gather_ahead = release = gather
 
     # --- gradients ---
 
     def begin_reduction(self) -> None:
         super().begin_reduction()
+        self._drop_partitions()  # with FP32 sums DeepSpeed adds to those of an earlier reduction, as the backend does
         self.optimizer.setup_buckets()
+
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
+        self.optimizer.clear_backward_seen_flag()  # stage 1 keeps `grad_accum` until then, and with it the last bucket
 
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Hand `param.grad` to the bucket; a full bucket is reduced to its owner and averaged over the group. One of
@@ -80,9 +80,11 @@ class Zero12(ZeroDriver):
         self.optimizer.zero_grad(set_to_none=True)
         if self._offloads:
             self.optimizer.reset_cpu_buffers()
+        self._drop_partitions()
+
+    def _drop_partitions(self) -> None:
         for group in self.optimizer.averaged_gradients:
-            self.optimizer.averaged_gradients[group] = None
-            self.optimizer.all_grad_tensors[group] = None
+            self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements). A rank
@@ -93,8 +95,7 @@ class Zero12(ZeroDriver):
                 for param, start, position, count in self._owned(group):
                     yield param, flat.grad.view(-1).narrow(0, position, count), start
             else:
-                averaged = self.optimizer.averaged_gradients[group]
-                pieces = [each for each in averaged if not getattr(each, "_zero_padding", False)]
+                pieces = [p for p in self.optimizer.averaged_gradients[group] if not getattr(p, "_zero_padding", False)]
                 for (param, start, *_), piece in zip(self._owned(group), pieces, strict=False):
                     yield param, piece.view(-1), start
 
@@ -171,8 +172,7 @@ class Zero12(ZeroDriver):
 
 def _padding(flat: torch.Tensor) -> torch.Tensor:
     """`flat`, marked as DeepSpeed marks what pads a partition."""
-    marked: Any = flat
-    marked._zero_padding = True
+    flat._zero_padding = True  # type: ignore[attr-defined]
     return flat
 
 

@@ -32,6 +32,8 @@ SCHEDULES = {
     "zbv": PP2 + "--schedule zbv ",
     "dualpipev": PP2 + "--schedule dualpipev ",
 }
+FOUR_OF_PP2 = "--grad_accum_steps 1 --pp_microbatches 4 --pipeline_model_parallel_size 2 "
+OFF = "--offload_optimizer cpu "
 FOUR = "--num_layers 4 "
 LAYERS = dict.fromkeys(SCHEDULES, FOUR) | {"none": "--num_layers 2 "}
 """Two layers or more where a rank has one chunk."""
@@ -104,9 +106,15 @@ def test_weights_that_the_last_stage_alone_knows_are_taken_for_unknown(where, co
 def test_a_call_after_the_one_that_seemed_the_last():
     """A call that fills the plan's micro-batches reduces in its backward, and has divided by its own weights if they
     are known; the step may go on all the same."""
-    layout = "--grad_accum_steps 1 --pp_microbatches 4 --pipeline_model_parallel_size 2 "
-    cases = [Case(4, layout + backend, FOUR) for backend in BACKENDS.values()]
+    cases = [Case(4, FOUR_OF_PP2 + backend, FOUR) for backend in BACKENDS.values()]
     check([(case, Calls((4, 4), known=known)) for case in cases for known in ("", "weights")], tuple(range(16)))
+
+
+@pytest.mark.parametrize("lane", ["bf16", "fp16"])
+def test_a_call_after_the_one_that_seemed_the_last_in_16_bits(lane):
+    """DeepSpeed adds a second reduction to the FP32 sums of the first itself; they counted twice."""
+    layouts = ["", OFF] + [f"--zero_stage {n} {off}" for n in (1, 2) for off in ("", OFF)]
+    check([(Case(4, FOUR_OF_PP2 + each, FOUR, lane), Calls((4, 4))) for each in layouts], tuple(range(16)))
 
 
 def test_what_is_known_in_advance():

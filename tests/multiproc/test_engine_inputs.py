@@ -295,6 +295,7 @@ def wrong_losses() -> dict[str, list[str]]:
 
     functions = {
         "nan": weighed(float("nan")),
+        "infinite": weighed(float("inf")),
         "negative": weighed(-1.0),
         "pair": returning(lambda total: (total, {})),
         "pair of a dict": returning_of_packed(lambda total: (total, {})),
@@ -318,15 +319,16 @@ def wrong_losses() -> dict[str, list[str]]:
 
 
 LOSSES = {
-    "nan": "4 micro-batches have a weight that is negative or not a number",
-    "negative": "4 micro-batches have a weight that is negative or not a number",
+    "nan": "4 micro-batches have a weight that is negative or not finite",
+    "infinite": "4 micro-batches have a weight that is negative or not finite",
+    "negative": "4 micro-batches have a weight that is negative or not finite",
     "pair": "(sum of the losses, weight, reports), but it returned 2 values",
     "pair of a dict": "(sum of the losses, weight, reports), but it returned 2 values",
     "detached of a dict": "or a sum of losses without a gradient",
     "tensor": "(sum of the losses, weight, reports), but it returned Tensor",
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
-    "detached": "4 micro-batches have a weight that is negative or not a number, or a sum of losses without a gradient",
+    "detached": "4 micro-batches have a weight that is negative or not finite, or a sum of losses without a gradient",
     "report's type": "reports of a loss function have to be numbers or tensors",
 }
 

@@ -120,6 +120,14 @@ def test_the_minutes_of_a_start_begin_with_its_launch(tmp_path):
     assert outcome(tmp_path) == "Stopped by exit_interval or exit_duration_in_mins after step 1"
 
 
+def test_a_start_ends_after_the_step_and_not_after_an_attempt_that_is_retried(tmp_path):
+    flags = f"{RUN}--lr 1e-2 --output_dir {tmp_path} --exit_interval 1 --fp16 --skipped_samples retried"
+    assert start(f"{flags} --initial_loss_scale 16777216") == [""]
+    skipped = [row["skipped"] for row in rows(tmp_path) if row["step"] == 1]
+    assert skipped[0] and skipped[-1] is False
+    assert outcome(tmp_path) == "Stopped by exit_interval or exit_duration_in_mins after step 1"
+
+
 @pytest.mark.parametrize("key", ["no_load_optim", "reset_iteration"])
 def test_what_began_with_another_count_of_updates_goes_on_with_it(tmp_path, key):
     """Adam's count is of the moments that it has, and not of the run's steps."""

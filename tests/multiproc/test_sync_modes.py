@@ -63,6 +63,7 @@ CASES = {
     "zero-2, bf16": Case(4, PP + "--zero_stage 2", UNTIED, "bf16"),
     "zero-1 tied in one order": Case(4, PP + SAME + "--zero_stage 1"),
     "zero-1": Case(4, PP + "--zero_stage 1", UNTIED),
+    "zero-1, bf16, a large bucket": Case(4, PP + "--zero_stage 1 --reduce_bucket_size 5000000", UNTIED, "bf16"),
     "zero-3, bf16 optimizer": Case(4, PP + "--optimizer_dtype bf16", UNTIED, "bf16"),
     "fsdp2, bf16 optimizer": Case(4, PP + "--backend fsdp2 --optimizer_dtype bf16", UNTIED, "bf16"),
     "fsdp2": Case(4, PP + "--backend fsdp2", UNTIED),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megaaccum.config import Plan
 from megaaccum.errors import MegaaccumError
 from megaaccum.pretrain.training.advisor import Advisor
@@ -24,6 +26,8 @@ def train(plan: Plan, advisor: Advisor) -> int:
                     result = engine.train_step(microbatches, stop=stop, problem=problem, upcoming=upcoming)
             except MegaaccumError as error:
                 raise run.saver.save_before_raising(error) from error
+            if result.advanced and run.is_at_exit():  # not after a skipped step that is to be retried
+                result = replace(result, stop=True)
             if engine.step < run.last_step and not result.stop:
                 engine.gather_ahead()
             if result.advanced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -186,8 +185,7 @@ class Saver:
                 raise CheckpointError(f"{missing}, and exit_on_missing_checkpoint is true")
             if not _is_empty(Path(run.load)):
                 raise CheckpointError(f"{missing}, but other files: name the folder of one, or leave load out")
-            if int(os.environ["RANK"]) == 0:
-                print(f"{missing}: the run starts afresh", flush=True)
+            self.engine.print(f"{missing}: the run starts afresh")
         if run.finetune or run.reset_iteration:
             raise CheckpointError("there is no checkpoint to begin from; set load to one, or leave finetune out")
 

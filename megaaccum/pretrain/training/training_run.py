@@ -129,26 +129,28 @@ class TrainingRun:
         """The micro-batches of the step after the next; None without `speculative_step`, after the last step, and if an
         evaluation, a text or a checkpoint comes between."""
         run, step = self.plan.config.run, self.engine.step + 1
-        between = (run.eval_interval, run.save_interval, run.sample_every, run.text_comparisons_every)
+        breaks = (run.eval_interval, run.save_interval, run.exit_interval, run.sample_every, run.text_comparisons_every)
         speculates = self.plan.config.step.speculative_step and step < self.last_step
-        if not speculates or any(interval and step % interval == 0 for interval in between):
+        if not speculates or any(interval and step % interval == 0 for interval in breaks):
             return None
         return self.loader.try_next_step(count, after=count)[0]
 
     def is_to_stop(self) -> bool:
-        """Whether this rank asks to stop after the next step: a signal, exit_interval or exit_duration_in_mins."""
-        return self._signals.received or self._is_at_limit(self.engine.step + 1)
+        """Whether this rank asks to stop after the next step: a signal or exit_duration_in_mins."""
+        return self._signals.received or self._is_overdue()
+
+    def is_at_exit(self) -> bool:
+        """Whether exit_interval ends the run after the step just taken."""
+        return self.engine.step % (self.plan.config.run.exit_interval or math.inf) == 0
 
     def why_stopped(self) -> str:
         """The outcome of a run that stopped before its last step. Another rank may have had the signal."""
-        at_limit = self._is_at_limit(self.engine.step) and not self._signals.received
+        at_limit = (self.is_at_exit() or self._is_overdue()) and not self._signals.received
         why = "exit_interval or exit_duration_in_mins" if at_limit else "a signal"
         return f"Stopped by {why} after step {self.engine.step}"
 
-    def _is_at_limit(self, step: int) -> bool:
-        run, minutes = self.plan.config.run, (time.monotonic() - self._launched) / 60
-        is_due = bool(run.exit_interval and step % run.exit_interval == 0)
-        return is_due or minutes > (run.exit_duration_in_mins or math.inf)
+    def _is_overdue(self) -> bool:
+        return time.monotonic() - self._launched > 60 * (self.plan.config.run.exit_duration_in_mins or math.inf)
 
     def report(self, result: StepResult, batch: BatchPlan) -> None:
         """Log a step on `batch`, and every few steps compare ranks with each other and the plan. Collective."""
@@ -214,8 +216,7 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
     named = ("step", "loss", "lr", "grad_norm", "num_tokens", "skipped")
     record: dict[str, Any] = {name: getattr(result, name) for name in named}
     record |= {"consumed_samples": engine.consumed_samples, "global_batch_size": batch.global_batch_size}
-    record |= by_phase(result.seconds)
-    record |= bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
+    record |= by_phase(result.seconds) | bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if result.expert_loads is not None:
         record |= result.expert_loads.record()
     if engine.plan.config.sharding.fp16:

@@ -205,6 +205,9 @@ def test_another_ramp_than_the_checkpoint_s_is_refused() -> None:
         plan(2, **keys, batch_warmup_steps=8).continued(saved, 0)
     unchanged = plan(2, **keys)
     assert unchanged.continued({}, 100) is unchanged  # a checkpoint from before ramps
+    without = dict(pp_microbatches=24, global_batch_size=48)  # one accumulation step, which cannot grow
+    with pytest.raises(ConfigError, match="batch_warmup_steps: 5 in the checkpoint, 0 in the configuration; set"):
+        plan(2, **without).continued(plan(2, **without, batch_warmup_steps=5).ramp_state(), 0)
 
 
 def test_other_micro_batches_than_the_checkpoint_s_are_named_where_sums_are_the_same_in_every_layout() -> None:
@@ -228,3 +231,14 @@ def test_another_ramp_holds_from_the_checkpoint_on_when_asked_for() -> None:
     assert [ramp.size_at(at) for at in (64, 68, 96, 1000)] == [24, 28, 36, 48], "as it is asked for"
     again = plan(2, **keys, batch_warmup_steps=8).continued(asked.continued(saved, 64).ramp_state(), 88)
     assert again.ramp.intervals == ramp.intervals, "the next start continues the ramp"
+
+
+def test_an_earlier_checkpoint_than_the_one_first_continued_brings_its_own_batches() -> None:
+    """The later one was damaged, or a loop loads twice."""
+    keys = dict(pp_microbatches=None, global_batch_size=6, rampup_batch_size=[3, 3, 6])
+    saved, one = plan(2, **keys).ramp_state(), plan(1, **keys)
+    assert saved["intervals"] == [[0, 4], [6, 6]] and saved["intervals"] != one.ramp_state()["intervals"]
+    assert one.continued(saved, 14).continued(saved, 4).ramp.at(4).num_microbatches == 4
+    asked = plan(1, **keys | dict(global_batch_size=9), override=["batch"])
+    ramp = asked.continued(saved, 14).continued(saved, 4).ramp
+    assert [ramp.at(at).num_microbatches for at in (4, 8, 14)] == [6, 9, 9], "the new keys, from sample 4 on"

@@ -57,6 +57,15 @@ def test_a_guard_that_is_off_says_nothing() -> None:
     assert [watch.judge(norm) for norm in [1.0] * 200 + [1e30]] == [None] * 201
 
 
+def test_the_guard_judges_finite_norms_where_others_are_not_checked() -> None:
+    by = Recovery(
+        plan(nonfinite="off", grad_norm_guard="skip", grad_norm_guard_window=2), cast(Any, None), cast(Any, None)
+    )
+    attempts = [Attempt(loss=1.0, weight=1.0, norm=norm, reports={}) for norm in (1.0, 1.0, 100.0, math.inf, 1.0)]
+    verdicts = [by.judge(i, each, look=lambda: None, without=lambda _: attempts[0]) for i, each in enumerate(attempts)]
+    assert [each.skip for each in verdicts] == [False, False, True, False, False]
+
+
 def test_a_resumed_guard_goes_on() -> None:
     first, second = (guard(grad_norm_guard_window=4) for _ in range(2))
     for norm in (1.0, 1.2, 0.8, 1.1):

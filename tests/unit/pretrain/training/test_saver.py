@@ -14,7 +14,7 @@ from tests.support.configs import plan
 
 
 def saver(**keys: object) -> Saver:
-    engine: Any = SimpleNamespace(plan=plan(**keys))
+    engine: Any = SimpleNamespace(plan=plan(**keys), print=print)
     return Saver(engine, data=None)  # type: ignore[arg-type]
 
 
@@ -38,8 +38,7 @@ def test_not_after_a_bad_step_but_after_the_next_good_one_or_at_the_end():
     assert saved({3, 7}, 7, save_interval=7, save_at_end=False) == []
 
 
-def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+def test_an_empty_folder_to_load_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saver(load=str(tmp_path))._start_afresh()
     assert "holds no checkpoint (no file named latest): the run starts afresh" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="exit_on_missing_checkpoint is true"):
