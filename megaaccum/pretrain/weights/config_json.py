@@ -16,7 +16,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
-from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.errors import CheckpointError, ConfigError, raise_problems
 from megaaccum.pretrain.weights.rows import families
 from megaaccum.texts import parse_json, read_text
 
@@ -101,8 +101,7 @@ def keys_from(content: Keys) -> Keys:
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
         wrong = _wrong_values(found)
     problems += wrong + _without_counterpart(left)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return found
 
 
