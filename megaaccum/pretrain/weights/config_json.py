@@ -57,7 +57,8 @@ def read_object(path: Path) -> Keys:
     try:
         content = parse_json(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}: give the folder of a model") from None
+        remedy = "give the folder of a model (a run's weights: set load to its checkpoints, and finetune)"
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}: {remedy}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(content, dict):
