@@ -56,6 +56,12 @@ class ConfigError(MegaaccumError, ValueError):
         super().__init__("\n".join(self.shown))
 
 
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise ConfigError with `problems`, if there are any."""
+    if problems:
+        raise ConfigError(problems)
+
+
 def as_users_error(error: BaseException) -> BaseException:
     """The error to show for a file or folder that the system refuses; any other is `error` itself."""
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from megaaccum.config import Config
 from megaaccum.config.source import check_number
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.pretrain.interop.load import read
 
 RECORD = "--record"
@@ -31,8 +31,7 @@ class LoadedConfig:
 
     def checked(self) -> Config:
         """The configuration. Raises ConfigError with the problems, if there are any."""
-        if self.problems:
-            raise ConfigError(self.problems)
+        raise_problems(self.problems)
         return self.config
 
 

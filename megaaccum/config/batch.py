@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from megaaccum.config.schema import BatchConfig
-from megaaccum.errors import ConfigError, equation, indivisible
+from megaaccum.errors import ConfigError, equation, indivisible, raise_problems
 
 Flush = Literal["merged", "per_round"]
 LossNorm = Literal["token", "microbatch"]
@@ -136,8 +136,7 @@ def check_sizes(keys: BatchConfig, dp: int) -> None:
     problems = [f"{name} is {value}: it must be at least 1." for name, value in given.items() if value < 1]
     if problem := None if problems else _device_problem(keys) or _global_problem(keys, dp):
         problems = [problem]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def _device_problem(keys: BatchConfig) -> str | None:

@@ -11,7 +11,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys, unmet_need, value
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, read_command_line, read_text, read_yaml
-from megaaccum.errors import ConfigError, shortened
+from megaaccum.errors import ConfigError, raise_problems, shortened
 
 UNREADABLE = "unreadable"
 """The origin of a key whose value could not be read, so that it is not reported as missing too."""
@@ -49,8 +49,7 @@ def load(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = 
     if overrides:
         sources.append(read_command_line(overrides))
     config, problems = assemble(sources)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return config
 
 

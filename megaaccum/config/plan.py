@@ -20,7 +20,7 @@ from megaaccum.config.load import assemble, load
 from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedules
 from megaaccum.config.schema import Config
 from megaaccum.config.source import Source
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.schedule.registry import stored_table
 
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
@@ -103,8 +103,7 @@ class Plan:
         for name, each in keys.items():
             source.put(name, each, name)
         config, problems = assemble([source])
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(problems)
         return resolve(config, world_size=_world_size(world_size), own_model=True)
 
     def __repr__(self) -> str:

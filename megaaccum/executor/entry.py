@@ -13,7 +13,7 @@ import torch
 from megaaccum.config import Plan
 from megaaccum.distributed import groups
 from megaaccum.distributed.agreement import gathered
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.executor import wgrad
 from megaaccum.executor.executor import Flush, FlushRecord
 from megaaccum.executor.p2p import Mail, PipelineChannels, check_queues
@@ -174,8 +174,7 @@ class ForwardBackward:
         pp = call.pg_collection.pp
         too_few = underfilled(pp.size(), call.num_microbatches, call.forward_only)
         problems += [too_few] if too_few and not self._allow_underfilled else []
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(problems)
         schedule = self._schedule(pp.size(), call.num_microbatches, len(call.chunks))
         for chunk in call.chunks:
             if chunk not in self._installed:

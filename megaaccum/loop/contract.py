@@ -33,7 +33,7 @@ from megaaccum.config import Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.groups import Groups, default_collection, share_reports
 from megaaccum.distributed.start import groups_of, start_together
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.executor import entry
 from megaaccum.loop import checkpoint as loop_checkpoint
 from megaaccum.model import names
@@ -439,8 +439,7 @@ def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
             param.device.type != cpu.device().type for chunk in chunks for param in chunk.parameters()
         ),
     }
-    if problems := [text for text, applies in refused.items() if applies]:
-        raise ConfigError(problems)
+    raise_problems([text for text, applies in refused.items() if applies])
 
 
 def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from megaaccum.config import Plan
-from megaaccum.errors import ConfigError
+from megaaccum.errors import raise_problems
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose forward is embedding, layers, norm and head, with nothing between them that a cut would repeat."""
@@ -39,8 +39,7 @@ def hf_stages(model: Any, plan: Plan, rank: int | None = None) -> list[torch.nn.
         ),
         f"{config.num_hidden_layers} layers on {stages} stages (pp * vpp)": config.num_hidden_layers < stages,
     }
-    if problems := [f"hf_stages does not support {what}" for what, is_so in refused.items() if is_so]:
-        raise ConfigError(problems)
+    raise_problems([f"hf_stages does not support {what}" for what, is_so in refused.items() if is_so])
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     return [HfStage(model, stage, stages) for stage in plan.layout.stages(rank)]
 

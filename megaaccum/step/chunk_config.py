@@ -14,7 +14,7 @@ from megaaccum.config import Plan
 from megaaccum.config.rules.model import unfit_for_fusion
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import ConfigError, listed
+from megaaccum.errors import ConfigError, listed, raise_problems
 from megaaccum.model import names
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
@@ -53,8 +53,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
     of_configs = [text for chunk in chunks for text in _config_problems(plan, chunk.config)]
     problems += dict.fromkeys([*experts.problems(plan, chunks), *of_configs])  # chunks share a configuration
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     accept_packed_sequences(chunks)
     for chunk in chunks:
         _answer_schedules(chunk)

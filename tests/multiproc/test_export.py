@@ -15,6 +15,7 @@ import pytest
 from megaaccum.errors import CheckpointError, MegaaccumError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import huggingface as hf
+from tests.support.chats import write_tokenizer
 from tests.support.data_samples import write_pair
 from tests.support.whole_runs import LAUNCHER
 
@@ -82,6 +83,24 @@ def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
     assert torch.equal(one["decoder.final_layernorm.weight"].bfloat16(), model.model.norm.weight)
     assert {tensor.dtype for tensor in one.values()} == {torch.float32} and len(one) == 4 * 7 + 2
     assert hf.loss_of(Path(out)) != pytest.approx(hf.loss_of(folder), rel=1e-3)
+
+
+def test_a_run_whose_tokenizer_is_gone_is_not_exported_without_it(tmp_path):
+    tokenizer, out = tmp_path / "model" / "tokenizer.json", tmp_path / "out"
+    write_tokenizer(tokenizer.parent)
+    words = "train --num_layers 2 --hidden_size 32 --num_attention_heads 4 --seq_length 32 --train_iters 1 --lr 1e-2"
+    words += f" --mock_data --vocab_size 259 --tokenizer_model {tokenizer} --micro_batch_size 1 --global_batch_size 1"
+    words += " --position_embedding_type rope --normalization RMSNorm --swiglu --add_bias_linear false --eval_iters 0"
+    words += f" --output_dir {tmp_path / 'run'} --nproc_per_node 1 --num_threads 1"
+    (rank,) = try_ranks(call, 1, [words.split()], init=False, timeout=200)
+    assert not rank.failed and "exit code 0" in rank.output, rank.output
+    tokenizer.parent.rename(tmp_path / "moved")
+    export = ["export", str(tmp_path / "run"), "--hf", str(out)]
+    (rank,) = try_ranks(call, 1, [export], init=False, timeout=200)
+    assert f"tokenizer_model {tokenizer} of the run is not there" in rank.output and not out.exists()
+    (tmp_path / "moved").rename(tokenizer.parent)
+    (rank,) = try_ranks(call, 1, [export], init=False, timeout=200)
+    assert (out / "tokenizer.json").exists(), rank.output
 
 
 # --- altered files ---------------------------------------------------------------------------------------------------

@@ -145,6 +145,17 @@ def test_what_began_with_another_count_of_updates_goes_on_with_it(tmp_path, key)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("key", ["finetune", "reset_iteration"])
+def test_the_same_command_goes_on_with_what_began_from_another_run(tmp_path, key):
+    """A start that is made again keeps the steps of the one before it, and does not begin at step 0 again."""
+    run = f"{RUN}--lr 1e-2 --output_dir {tmp_path}/"
+    other = f"--load {tmp_path}/first/checkpoints --{key}"
+    again = f"{run}parts {other}"
+    assert start(f"{run}first --max_steps 2", f"{run}whole {other}", f"{again} --exit_interval 4", again) == [""] * 4
+    assert [receipt["first_step"] for receipt in receipts.read_all(tmp_path / "parts")] == [1, 5]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 def test_a_text_is_sampled_after_other_data(tmp_path):
     """The samples of a resumed run begin where it does, and its first has another number."""
     tokenizer = with_tokenizer(tmp_path / "words.json", "w")

@@ -284,9 +284,9 @@ class RunConfig:
     exit_duration_in_mins: Annotated[float | None, Facts(above=0)] = None
     """End this start this many minutes after its launch, after a checkpoint."""
     finetune: bool = False
-    """Take the weights alone from `load`, and begin at step 0."""
+    """Take the weights alone from `load`, and begin at step 0, until `save` has a checkpoint of the run."""
     reset_iteration: bool = False
-    """Take weights and optimizer state from `load`, and begin at step 0."""
+    """Take weights and optimizer state from `load`, and begin at step 0, until `save` has a checkpoint of the run."""
     no_load_optim: bool = False
     """Leave optimizer state and learning-rate schedule of the checkpoint out."""
     override: list[Literal["lr_schedule", "batch", "data", "model", "optimizer"]] = field(default_factory=list)

@@ -93,7 +93,7 @@ class Trials:
             sample_every=0, text_comparisons_every=0, verify_at_start=False, no_load=True, log_interval=1,
             transformer_impl=self.workload.config.model.transformer_impl,
             data_cache_path=self.workload.config.data.data_cache_path or str(self.folder / "cache"),
-            nproc_per_node=self.workload.world_size,
+            nproc_per_node=self.workload.world_size, train_iters=max(self.workload.config.run.train_iters, self.steps),
         )  # fmt: skip
         layout_config.set_aside(config, (*_WRITES, *_ENDS_EARLY))
         layout_config.put(config, keys)

@@ -10,7 +10,7 @@ from functools import partial
 from megaaccum.config import resolve
 from megaaccum.config.derive import derive
 from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, ShardingConfig
-from megaaccum.errors import ConfigError, DataError
+from megaaccum.errors import ConfigError, DataError, raise_problems
 from megaaccum.lab.planner.activations import Kernels, expert_load
 from megaaccum.lab.planner.candidates import Candidates, Limits
 from megaaccum.lab.planner.footprint import BYTES, ShardingMode, state_bytes
@@ -137,8 +137,7 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         )
     if world_size < 1:
         problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile, or the key world_size.")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     assert batch is not None
     config = replace(config, batch=replace(config.batch, global_batch_size=batch))
     return Workload(

@@ -10,7 +10,7 @@ from megaaccum.config import Config, Plan, precision, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import Source
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 
 Lane = Literal["fp64", "fp32", "bf16", "fp16"]
 """The precision of parameters and activations in one comparison."""
@@ -114,8 +114,7 @@ def config_of(keys: Keys, megatron: Keys) -> Config:
     for name, value in keys.items():
         source.put(name, value, name)
     config, problems = assemble([source])
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     config.megatron = dict(megatron)
     return config
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.config import Plan
 from megaaccum.distributed import groups as process_groups
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Reference, ReferenceStep
@@ -203,8 +203,7 @@ class _Run:
         process_groups.destroy()
         built = process_groups.build(self.plan.layout, timeout_minutes=5)
         (model,) = self.subject.chunks(self.plan, built)
-        if problems := module_problems(model):
-            raise ConfigError(problems)
+        raise_problems(module_problems(model))
         by_pattern.freeze(self.plan, [model])
         # The masks of dropout belong to samples, as tokens do: they are the only thing shared with the step.
         self._seeds = SampleSeeds(self.plan, built, [model] if case.user_model is None else [])

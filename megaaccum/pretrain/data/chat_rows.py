@@ -86,7 +86,7 @@ def put_in_rows(chats: Chats, numbers: range, length: int, *, packed: bool) -> C
     if not rows:
         raise DataError(
             f"none of {len(numbers)} conversations has a response in its first {length} tokens: set seq_length higher,"
-            " or split to a larger share"
+            " or split to a larger share, or eval_iters to 0 for no validation"
         )
     return ChatRows(chats, rows, length, packed)
 
@@ -146,7 +146,7 @@ def _read_part(config: Config, path: Path, weight: float | None, bounds: tuple[f
     try:
         rows = put_in_rows(chats, range(first, end), config.model.seq_length, packed=config.data.reset_attention_mask)
     except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{path}, conversations {first} to {end} of {len(chats)}: {error}") from None
     facts = [chats.digest, first, end, rows.length, rows.packed, config.run.seed]
     left_out = end - first - sum(map(len, rows.rows))
     weight = float(len(rows)) if weight is None else weight

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megaaccum.config.rules import data_problems
 from megaaccum.config.schema import Config, DataConfig
-from megaaccum.errors import ConfigError, DataError
+from megaaccum.errors import ConfigError, DataError, raise_problems
 from megaaccum.pretrain.data.corpus import EMBEDDED, EMBEDDED_VOCAB_SIZE, embedded_prefix
 from megaaccum.pretrain.data.files import disk_errors
 from megaaccum.pretrain.data.indexed import open_pair
@@ -68,8 +68,7 @@ def _read_blend(words: list[str]) -> Blend:
 def check_files(config: Config) -> None:
     """Check, before ranks start, that every dataset and the tokenizer can be read. Builds nothing and imports no torch.
     Raises like `vocab_size`, and ConfigError if the data keys break a rule."""
-    if problems := data_problems(config):
-        raise ConfigError(problems)
+    raise_problems(data_problems(config))
     vocab_size(config)
     for prefix in read_sources(config.data).prefixes:
         if config.data.sft:

@@ -15,7 +15,7 @@ from megaaccum.config.keys import SECTIONS
 from megaaccum.config.load import assemble
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, Unknown, compose, read_command_line, read_text, read_yaml
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
 from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
 from megaaccum.pretrain.interop.megatron.parser import is_flag
@@ -34,8 +34,7 @@ def load(
     flags. overrides: command-line arguments (keys or Megatron's flags), which outrank the file. launch: a recorded
     launch, in place of a file. Raises ConfigError with every problem of both sources."""
     config, problems = read(path, overrides, launch=launch)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.texts import read_text
 
 _LINE = re.compile(r"([A-Za-z0-9_][\w.:-]*)\s+slots=(\d{1,9})", re.ASCII)
@@ -39,6 +39,5 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
             slots[match[1]] = int(match[2])
     if not slots and not problems:
         problems.append(f"the hostfile {path} names no host: write lines such as 'worker-1 slots=8'.")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return slots

@@ -161,17 +161,25 @@ def read_all(folder: Path) -> list[Record]:
 
 def config_of(receipt: Record, folder: Path | None = None) -> Config:
     """The configuration that a receipt records, resolved. folder: the run's, which may have moved since; folders in it
-    that were not given are in it still."""
-    config = Config()
+    that were not given are in it still. A relative path that is not here is looked for where the run was started."""
+    config, started = Config(), Path(receipt["folder"])
     for section, keys in receipt["configuration"].items():
         for name, facts in keys.items():
             found = facts["value"]
             if folder is not None and facts["from"] == "derived" and name in ("save", "data_cache_path"):
                 found = str(folder / Path(found).name)
+            elif name in all_keys() and all_keys()[name].facts.per_host:
+                found = [_path(each, started) for each in found] if isinstance(found, list) else _path(found, started)
             setattr(getattr(config, section), name, found)
     config.megatron = receipt["megatron"]
     config.run.output_dir = config.run.output_dir if folder is None else str(folder)
     return config
+
+
+def _path(given: Any, home: Path) -> Any:
+    """A path, or the prefix of a dataset, here or else below `home`; unchanged if it is in neither place."""
+    there = [Path(f"{home / str(given)}{end}").exists() and not Path(f"{given}{end}").exists() for end in ("", ".idx")]
+    return str(home / given) if isinstance(given, str) and any(there) else given
 
 
 def _writer(content: Record) -> str:

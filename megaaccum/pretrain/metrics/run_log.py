@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaaccum.config import Config, Plan
-from megaaccum.errors import ConfigError, MegaaccumError
+from megaaccum.errors import MegaaccumError, raise_problems
 from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
@@ -257,8 +257,7 @@ def check(config: Config) -> None:
     installed. Imports none of them and needs no process group, so a launcher can call it before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
     problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def _read(record: Mapping[str, Any]) -> Record:

@@ -9,7 +9,7 @@ import torch
 
 from megaaccum.config import Plan
 from megaaccum.config.rules.model import cannot_pack
-from megaaccum.errors import ConfigError
+from megaaccum.errors import raise_problems
 from megaaccum.platform import cpu
 from megaaccum.pretrain.model import layers, recompute_gradients
 from megaaccum.pretrain.model.layers import Layers
@@ -39,8 +39,7 @@ def has_fused_softmax() -> bool:
 def check_machine(plan: Plan) -> None:
     """Raise ConfigError, naming each problem, if this machine cannot compute the model as configured. Megatron itself
     would fail while the model is built or first run."""
-    if problems := [*_fp8(plan), *(_without_te if layer_kind(plan).local else _with_te)(plan), *_dispatcher(plan)]:
-        raise ConfigError(problems)
+    raise_problems([*_fp8(plan), *(_without_te if layer_kind(plan).local else _with_te)(plan), *_dispatcher(plan)])
 
 
 def _fp8(plan: Plan) -> Iterator[str]:

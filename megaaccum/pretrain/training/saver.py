@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -192,8 +192,16 @@ class Saver:
 
 def continued(plan: Plan) -> Plan:
     """`plan` with the batch of each step up to the checkpoint that the run resumes from, which may be of another
-    layout. Raises ConfigError if these ranks cannot continue with it, or if the batch differs without `override`."""
-    run = plan.config.run
+    layout. A run that has begun does not begin again: `finetune` and `reset_iteration` of another folder hold until it
+    has a checkpoint of its own. Raises ConfigError if these ranks cannot continue with it, or if the batch differs
+    without `override`."""
+    run, own = plan.config.run, checkpoint_folder(plan.config).resolve()
+    if run.load and (run.finetune or run.reset_iteration) and resume_candidates(own)[0]:
+        if own not in ((load := Path(run.load).resolve()), *load.parents):
+            run = replace(run, load=None, load_step=None, finetune=False, reset_iteration=False)
+            plan = replace(plan, config=replace(plan.config, run=run))
+            if int(os.environ["RANK"]) == 0:
+                print(f"load: {load} was for the first start: the run has checkpoints in {own}", flush=True)
     if run.no_load or run.finetune or run.reset_iteration or (run.load and foreign.holds_foreign(Path(run.load))):
         return plan
     for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config), run.load_step)[0]:

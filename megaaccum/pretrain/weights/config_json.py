@@ -16,7 +16,7 @@ from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
 from megaaccum.config.schema.model import ModelConfig
-from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.errors import CheckpointError, ConfigError, raise_problems
 from megaaccum.pretrain.weights.rows import families
 from megaaccum.texts import parse_json, read_text
 
@@ -57,7 +57,8 @@ def read_object(path: Path) -> Keys:
     try:
         content = parse_json(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}: give the folder of a model") from None
+        remedy = "give the folder of a model (a run's weights: set load to its checkpoints, and finetune)"
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}: {remedy}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(content, dict):
@@ -101,8 +102,7 @@ def keys_from(content: Keys) -> Keys:
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
         wrong = _wrong_values(found)
     problems += wrong + _without_counterpart(left)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return found
 
 

@@ -14,7 +14,7 @@ from megaaccum.config.source import read_command_line, read_yaml
 from megaaccum.distributed import groups
 from megaaccum.distributed.start import start_together
 from megaaccum.engine import Engine, initialize
-from megaaccum.errors import ConfigError
+from megaaccum.errors import raise_problems
 from megaaccum.pretrain.model import gpt
 
 _FIXED = dict(
@@ -30,8 +30,7 @@ def config_of(keys: dict[str, Any], source: str, words: Sequence[str] = ()) -> C
     fields = {name: value for name, value in keys.items() if name not in all_keys()}
     given = {name: value for name, value in (keys | _FIXED).items() if value is not None and name not in fields}
     config, problems = assemble([read_yaml(yaml.safe_dump(given), source), read_command_line(words)])
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     config.megatron = fields
     return config
 

@@ -20,7 +20,7 @@ from megaaccum.checkpoint.pieces import Cut, Piece, StoredPieces
 from megaaccum.checkpoint.untrusted_reader import CheckpointReader
 from megaaccum.checkpoint.whole import copy_runs
 from megaaccum.config.schema import Config
-from megaaccum.errors import CheckpointError, DataError
+from megaaccum.errors import CheckpointError, ConfigError, DataError
 from megaaccum.model import names
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document
@@ -144,6 +144,9 @@ class Export:
         (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
         began = Path(config.run.init_from) if config.run.init_from else None
         source = like or (began if began and (began / "config.json").is_file() else None)
+        for name in ("chat_template_path", "tokenizer_model")[: 1 if source else 2]:
+            if (path := getattr(config.data, name)) and not Path(path).exists():
+                raise ConfigError(f"{name} {path} of the run is not there: put it back (a tokenizer: or give --like)")
         content = None if source is None else config_json.read_json(source)
         bridge = Bridge(source, config_json.model_keys(config, vocab_size)) if via_bridge else None
         if bridge is None and content is not None:

@@ -91,6 +91,13 @@ def test_the_run_saves_nothing_and_evaluates_nothing(trials_and_candidate, tmp_p
     assert run.train_iters == 8  # the learning rate's schedule stays
 
 
+def test_a_run_that_is_shorter_than_a_trial_is_made_as_long(trials_and_candidate, tmp_path: Path) -> None:
+    """Otherwise every layout would end before its steps, and count as failed."""
+    trials, candidate = trials_and_candidate
+    run = replace(trials, steps=50).config(candidate, tmp_path).run
+    assert (run.max_steps, run.train_iters) == (50, 50)
+
+
 def test_all_steps_of_a_run_that_warms_its_batch_up_have_the_batch_that_was_priced(
     trials_and_candidate, tmp_path: Path
 ) -> None:

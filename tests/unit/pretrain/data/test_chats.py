@@ -206,6 +206,11 @@ def test_conversations_that_are_left_out_are_counted(tmp_path):
     assert int(used) + int(left_out) == 32 and int(used) > 0 and int(left_out) > 0
 
 
+def test_a_file_that_is_too_short_for_validation_is_named_with_its_share(tmp_path):
+    with pytest.raises(DataError, match=r"conversations 1 to 1 of 1: none of 0 conversations .* or eval_iters to 0"):
+        datasets(tmp_path, 1)
+
+
 def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(tmp_path):
     data = datasets(tmp_path)
     longer = datasets(tmp_path, train_iters=30)

@@ -43,6 +43,27 @@ def test_a_start_writes_what_is_known_of_it_before_its_first_step(tmp_path, monk
     assert found["versions"]["torch"] and len(found["code"]["digest"]) == 16
 
 
+def test_a_relative_path_is_one_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    started, elsewhere = tmp_path / "started", tmp_path / "elsewhere"
+    for folder in (started / "model", elsewhere):
+        folder.mkdir(parents=True)
+    (started / "corpus.idx").touch()
+    paths = dict(init_from="model", load="lost", data_path=["0.3", "corpus", "0.7", str(tmp_path / "other")])
+    receipt = {"folder": str(started), "megatron": {}, "configuration": plan_configuration(**paths)}
+    monkeypatch.chdir(elsewhere)
+    config = receipts.config_of(receipt, Path("run"))
+    assert (config.run.init_from, config.run.load) == (str(started / "model"), "lost")
+    assert config.data.data_path == ["0.3", str(started / "corpus"), "0.7", str(tmp_path / "other")]
+    (elsewhere / "model").mkdir()
+    assert receipts.config_of(receipt, Path("run")).run.init_from == "model", "what has moved with the run is here"
+
+
+def plan_configuration(**keys: object) -> dict:
+    of = plan(1, **keys)
+    opening = receipts.opening(of, data_digest="", vocab_size=100, ranks=[], predicted={}, start_step=0)
+    return opening["configuration"]
+
+
 def test_facts_of_ranks_are_written_out_once(tmp_path):
     """A receipt is written every minute, while thousands of ranks wait for the one that writes."""
     read: list[int] = []

@@ -189,3 +189,9 @@ def test_another_model_is_named_with_the_value_to_set(tmp_path):
     config = planned(tmp_path, content)
     texts = config_json.differences(config, content | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, hf.VOCAB)
     assert len(texts) == 2 and "norm_epsilon is 1e-06 in the configuration, but 1e-05" in texts[0]
+
+
+def test_a_folder_without_config_json_is_told_what_a_run_needs(tmp_path):
+    """`init_from` of a run of megaaccum is a mistake that suggests itself."""
+    with pytest.raises(ConfigError, match=r"config.json cannot be read: .* set load to its checkpoints, and finetune"):
+        config_json.read_object(tmp_path / "config.json")
