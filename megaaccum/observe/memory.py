@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from megaaccum.platform import cpu
@@ -142,7 +143,7 @@ class Ledger:
             for chunk in chunks:
                 for module in (each for each in chunk.modules() if each._parameters):
                     stack.enter_context(module.register_forward_pre_hook(self._noting_parameters(chunk, module)))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")))
             yield
 
     def _noting_parameters(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
@@ -162,12 +163,9 @@ class Ledger:
         storage = tensor.untyped_storage()
         param = self._parameters.get(storage.data_ptr())
         if param is not None and param.untyped_storage().data_ptr() == storage.data_ptr():
-            return _SavedParameter(param, tensor)
+            if tensor.dtype is param.dtype and not (tensor.is_conj() or tensor.is_neg()):  # strides tell of neither
+                return _SavedParameter(param, tensor)
         return _SavedTensor(self, tensor)
-
-    @staticmethod
-    def _unpack(saved: _SavedTensor | _SavedParameter) -> torch.Tensor:
-        return saved.tensor
 
     def add(self, key: int, size: int) -> None:
         """Count one more saved tensor of the storage at address `key`, of `size` bytes."""

@@ -9,8 +9,8 @@ from tests.multiproc.test_engine_inputs import batches, forward_step, said
 
 
 def of_unusual_shapes(backend: str) -> dict:
-    """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, and a scalar where
-    the backend takes it."""
+    """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, one that is read as
+    complex numbers, and a scalar where the backend takes it."""
     import copy
 
     import torch
@@ -23,10 +23,13 @@ def of_unusual_shapes(backend: str) -> dict:
             torch.manual_seed(0)
             self.layer = torch.nn.Linear(8, 8)
             self.turned = torch.nn.Parameter(torch.randn(4, 8).t())
+            self.pairs = torch.nn.Parameter(torch.randn(2, 2))
             self.scale = torch.nn.Parameter(torch.tensor(1.5)) if backend in ("ddp", "megatron") else 1.5
 
         def forward(self, batch):
-            return self.layer(batch * self.scale) @ self.turned
+            output = (self.layer(batch * self.scale) @ self.turned).unflatten(-1, (2, 2))
+            turns = torch.view_as_complex(self.pairs).conj()
+            return torch.view_as_real(torch.view_as_complex(output) * turns).flatten(-2)
 
     model, data = Model(), batches(8)
     reference = copy.deepcopy(model)
@@ -52,7 +55,7 @@ def of_unusual_shapes(backend: str) -> dict:
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
 def test_parameters_of_unusual_shapes(backend):
     found = {name: error for rank in run_ranks(of_unusual_shapes, 2, backend) for name, error in rank.items()}
-    assert {"layer.weight", "layer.bias", "turned"} <= found.keys()
+    assert {"layer.weight", "layer.bias", "turned", "pairs"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
 
