@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
@@ -272,6 +274,64 @@ def test_what_a_stage_returns(schedule):
             assert f"chunk 0 returns {found}" in error and sent in error
         assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
         assert "but it returned 2 values" in errors[-1]
+
+
+def norm_in_a_loop(layout: dict) -> tuple[float, float]:
+    """(norm of a step of Megatron's loop over stages that end in a torch Linear, whose output is a view; that of one
+    process)."""
+    import torch
+
+    from megaaccum import Plan
+    from megaaccum.loop import get_forward_backward_func, wrap
+
+    class Stage(torch.nn.Module):
+        def __init__(self, stage: int):
+            super().__init__()
+            torch.manual_seed(stage)
+            self.layer, self.pre_process, self.name_in_model = torch.nn.Linear(8, 8), stage == 0, f"stages.{stage}."
+
+        def set_input_tensor(self, tensor):
+            self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self, batch):
+            return self.layer(batch if self.pre_process else torch.tanh(self.received))
+
+    def forward_step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (output.square().sum() / 10, {})
+
+    batch = dict(micro_batch_size=2, seq_length=5, pp_microbatches=4)
+    optimizer = dict(clip_grad=0.0)
+    plan = Plan.of(
+        layout=layout, batch=batch, sharding=dict(backend="ddp"), optimizer=optimizer, hidden_size=8, world_size=2
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(5, 2, 8, generator=generator) for _ in range(4)]
+    stages = [Stage(stage) for stage in plan.layout.stages(int(os.environ["RANK"]))]
+    chunks, optimizer = wrap(stages, None, plan, optimizer=torch.optim.AdamW)
+    get_forward_backward_func(plan)(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in chunks],
+        model=chunks,
+        num_microbatches=4,
+        seq_length=5,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    _, norm, _ = optimizer.step()
+    whole = [Stage(stage) for stage in range(plan.layout.num_stages)]
+    for x in data:
+        for stage in whole:
+            stage.received = x
+            x = stage(x)
+        (x.square().sum() / 40).backward()
+    grads = [param.grad for stage in whole for param in stage.parameters()]
+    return norm, float(torch.nn.utils.get_total_norm(grads))
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, vpp=2), dict(pp=2, schedule="zbv")], ids=str)
+def test_a_stage_in_megatrons_loop_may_return_a_view(layout: dict):
+    for norm, wanted in run_ranks(norm_in_a_loop, 2, layout, timeout=40):
+        assert norm == pytest.approx(wanted, rel=1e-5)
 
 
 def with_buffers() -> list[str]:
