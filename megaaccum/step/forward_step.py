@@ -85,8 +85,7 @@ class ForwardStep:
         shape, dtype = self._sent[index], config.pipeline_dtype
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"chunk {number} has to return a tensor to send, but returned {type(output).__name__}")
-        problem = unfit(output, shape, dtype)
-        if problem is None:
+        if (problem := unfit(output, shape, dtype)) is None:
             return output.contiguous()
         self._tally.problem = self._tally.problem or StepError(f"chunk {number} {problem}")
         return output.new_zeros(shape, dtype=dtype) + _nothing(output)[0].to(dtype)

@@ -113,6 +113,36 @@ def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path
     assert "With sync streaming a module's parameters are there while its forward runs" in note
 
 
+def changing_in_place() -> str:
+    """The error of the first step of a model that changes what its backward needs."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, batch):
+            output = torch.tanh(self.layer(batch))
+            return output.square() + output.add_(1.0)
+
+    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), world_size=1)
+    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    try:
+        engine.train_step(batches())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_change_in_place_of_what_the_backward_needs_is_an_error_in_the_first_step_too():
+    """Whose saved tensors are counted; torch itself sees it in the second."""
+    assert run_ranks(changing_in_place, 1) == ["a tensor that the backward needs has been changed in place"]
+
+
 def of_buffers(backend: str) -> dict:
     """Dtypes that a forward of a BF16 model finds in its buffers."""
     import torch
