@@ -272,9 +272,11 @@ class Engine:
                         f"static_graph true: a call takes the {self.batch.num_microbatches} micro-batches of a step,"
                         f" not {len(batch)}: give it all of them, or set static_graph to false"
                     )
+                if not 0.0 <= (known := float(total_weight or 0.0)) < float("inf"):
+                    raise ConfigError(f"total_weight is {known}: give the sum of all weights, finite and not negative")
             except ConfigError as error:
                 self.train_steps.refuse(error)
-            self.train_steps.forward_backward(batch, total=total_weight)
+            self.train_steps.forward_backward(batch, total=None if total_weight is None else known)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the step: reduce what is left, divide once, judge, update. Raises as `train_step` does."""

@@ -43,6 +43,7 @@ from megaaccum.platform import cpu
 from megaaccum.sharding import ShardingBackend
 from megaaccum.step import chunk_config
 from megaaccum.step.train_step import TrainStep
+from megaaccum.upstream import pytorch
 
 
 class LoopStep:
@@ -199,7 +200,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._step.before_forward()
-        return self.module(*inputs, **kwargs)
+        return pytorch.without_base(self.module(*inputs, **kwargs))
 
     def set_is_first_microbatch(self) -> None:
         """Forward the call to Transformer Engine's modules, if the chunk is one of Megatron's."""

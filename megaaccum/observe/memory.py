@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from megaaccum.platform import cpu
@@ -129,7 +130,6 @@ class Ledger:
     now: int = 0
     peak: int = 0
     _live: Counter[int] = field(default_factory=Counter)
-    _sizes: dict[int, int] = field(default_factory=dict)
     _parameters: dict[int, torch.nn.Parameter] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -142,7 +142,7 @@ class Ledger:
             for chunk in chunks:
                 for module in (each for each in chunk.modules() if each._parameters):
                     stack.enter_context(module.register_forward_pre_hook(self._noting_parameters(chunk, module)))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")))
             yield
 
     def _noting_parameters(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
@@ -159,29 +159,24 @@ class Ledger:
         return note
 
     def _pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedParameter:
-        storage = tensor.untyped_storage()
-        param = self._parameters.get(storage.data_ptr())
-        if param is not None and param.untyped_storage().data_ptr() == storage.data_ptr():
-            return _SavedParameter(param, tensor)
+        param = self._parameters.get(tensor.untyped_storage().data_ptr())
+        if param is not None and param.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            if tensor.dtype is param.dtype and not (tensor.is_conj() or tensor.is_neg()):  # strides tell of neither
+                return _SavedParameter(param, tensor)
         return _SavedTensor(self, tensor)
-
-    @staticmethod
-    def _unpack(saved: _SavedTensor | _SavedParameter) -> torch.Tensor:
-        return saved.tensor
 
     def add(self, key: int, size: int) -> None:
         """Count one more saved tensor of the storage at address `key`, of `size` bytes."""
         self._live[key] += 1
         if self._live[key] == 1:
-            self._sizes[key] = size
             self.now += size
             self.peak = max(self.peak, self.now)
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: int, size: int) -> None:
         """Count one saved tensor of that storage less."""
         self._live[key] -= 1
         if not self._live[key]:
-            self.now -= self._sizes.pop(key)
+            self.now -= size
 
 
 class Activations:
@@ -239,13 +234,18 @@ class _SavedTensor:
 
     def __init__(self, ledger: Ledger, tensor: torch.Tensor):
         # A schedule empties an output that was sent; the operation that made it may have saved it.
-        self.tensor, self._ledger = tensor.detach(), ledger
-        storage = tensor.untyped_storage()
-        self._key = storage.data_ptr()
-        ledger.add(self._key, storage.nbytes())
+        self._alias, self._version, self._ledger = tensor.detach(), tensor._version, ledger
+        self._storage = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        ledger.add(*self._storage)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._alias._version != self._version:  # torch compares them where there are no hooks
+            raise RuntimeError("a tensor that the backward needs has been changed in place")
+        return self._alias
 
     def __del__(self) -> None:
-        self._ledger.drop(self._key)
+        self._ledger.drop(*self._storage)
 
 
 class _SavedParameter:

@@ -50,7 +50,7 @@ class ForwardStep:
         self._next = [0] * len(chunks)
         self._sent, self._last = sent, last
         self._in_backward: tuple[int, int] | None = None
-        self._no_tokens: torch.Tensor | None = None
+        self._no_tokens = torch.zeros((), dtype=torch.int, device=cpu.device())
 
     def __call__(
         self, data_iterator: Iterator[Any], chunk: torch.nn.Module, *, return_schedule_plan: bool = False
@@ -70,10 +70,7 @@ class ForwardStep:
         output, loss_func = given
         if self._sent and number != self._last and not return_schedule_plan:
             output = self._as_sent(output, number, index, chunk.config)
-        if isinstance(output, torch.Tensor) and (output._base is not None or (output.is_leaf and output.requires_grad)):
-            # Megatron's schedules empty an output that was sent. They refuse a view, as torch's own Linear returns one;
-            # a leaf is what this stage has received, and whose gradient it sends back.
-            output = pytorch.without_base(output)
+        output = pytorch.without_base(output)
         for end in self._end_forward:
             end(*at, output)
         if return_schedule_plan:
@@ -88,8 +85,7 @@ class ForwardStep:
         shape, dtype = self._sent[index], config.pipeline_dtype
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"chunk {number} has to return a tensor to send, but returned {type(output).__name__}")
-        problem = unfit(output, shape, dtype)
-        if problem is None:
+        if (problem := unfit(output, shape, dtype)) is None:
             return output.contiguous()
         self._tally.problem = self._tally.problem or StepError(f"chunk {number} {problem}")
         return output.new_zeros(shape, dtype=dtype) + _nothing(output)[0].to(dtype)
@@ -121,8 +117,6 @@ class ForwardStep:
             self._tally.losses.append(loss)
             self._tally.weights.append(weight)
             self._tally.reports.append(reports)
-            if self._no_tokens is None:
-                self._no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
             if total.requires_grad:
                 total.register_hook(lambda _grad: self._begins(at))
             return total * self._divisor.in_loss, self._no_tokens, self._no_tokens

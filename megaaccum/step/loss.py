@@ -126,10 +126,8 @@ class Tally:
 
     def faults(self) -> list[torch.Tensor]:
         """[weights that are negative or not finite, 1 if there is a problem], float64 scalars."""
-        count = flag(False)
-        if self.weights:
-            count = torch.stack(self.weights).nan_to_num(-1.0, posinf=-1.0).lt(0).sum(dtype=torch.float64)
-        return [count, flag(self.problem is not None)]
+        weights = torch.stack([flag(False), *self.weights]).nan_to_num(-1.0, posinf=-1.0)
+        return [(weights < 0).sum(dtype=torch.float64), flag(self.problem is not None)]
 
 
 def flag(value: bool) -> torch.Tensor:
@@ -153,9 +151,7 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         raise StepError(f"the third value of a loss function has to be a dict of reports, not {type(reports).__name__}")
     if isinstance(weight, int | float):  # filled there: for a copy the host would wait
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
-    elif not isinstance(weight, torch.Tensor):
-        weight = torch.as_tensor(weight)
-    weight = cpu.to_device(weight.detach()).to(device=total.device, dtype=torch.float64, copy=True)
+    weight = cpu.to_device(torch.as_tensor(weight).detach()).to(device=total.device, dtype=torch.float64, copy=True)
     if weight.numel() != 1:
         raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
     # Cloned, as the weight is: what is reported must not change if the caller changes it in place.
@@ -219,7 +215,8 @@ class ReportReducer:
         if value.numel() == 2 and value.dim() == 1:
             return value[0], value[1]
         value = value.reshape(-1).sum()
-        return (value, torch.ones_like(value)) if self._how.get(name) == "sum" else (value * weight, weight)
+        weighed = torch.where(weight > 0, value * weight, 0.0)  # the mean over no token is not a number
+        return (value, torch.ones_like(value)) if self._how.get(name) == "sum" else (weighed, weight)
 
     def reduced(self, totals: Sequence[float]) -> dict[str, float]:
         """Each report by its name, from the sums over all ranks."""

@@ -149,12 +149,16 @@ def read_batch(
     count = len(data) if count is None else count
     if listed and len(data) < count:
         raise ConfigError(f"num_microbatches is {count}, but the list has {len(data)}")
-    data = data[:count] if listed and len(data) > count else data
+    data = data[:count] if listed else data
     shapes = shapes_of(data) if listed else []
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]
     if weights is None and listed and hasattr(function, "weights"):
         weights = function.weights(data)
+    if weights is not None:
+        weights = torch.as_tensor(weights, dtype=torch.float64).flatten().tolist()
+        if not all(0.0 <= weight < float("inf") for weight in weights):
+            raise ConfigError(f"weights has one that is negative or not finite: {weights}")
     for name, each in ("lengths", lengths), ("weights", weights):
         if each is not None and len(each) != count:
             raise ConfigError(f"{name} has {len(each)} numbers for {count} micro-batches: give one for each")
@@ -166,7 +170,7 @@ def read_batch(
         tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
         weights=weights,
         token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
-        expected=expected,
+        expected=None if expected is None else float(expected),
         lengths=lengths,
     )
 

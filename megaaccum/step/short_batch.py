@@ -63,8 +63,6 @@ def _is_ours(microbatch: Any) -> bool:
 
 def filled(microbatches: Sequence[Microbatch], plan: Plan, batch: BatchPlan) -> Sequence[Microbatch]:
     """`microbatches` with dummies after them up to the number of `batch`."""
-    if len(microbatches) == batch.num_microbatches:
-        return microbatches
     dummy = stand_in(microbatches[0], microbatches[0]) if microbatches else _new_dummy(plan)
     return [*microbatches, *[dummy] * (batch.num_microbatches - len(microbatches))]
 

@@ -408,6 +408,13 @@ def wrong_calls() -> dict[str, str]:
     seen["calls"] = said(lambda: made.optim_step() if rank else made.forward_backward(batches(2)))
     made = engine()
     seen["totals"] = said(lambda: made.forward_backward(batches(2), total_weight=8.0 + rank))
+    for name, numbers in {"negative": [1.0, -1.0], "nan": [1.0, float("nan")]}.items():
+        seen[f"{name} weights"] = said(
+            lambda made=made, numbers=numbers: made.forward_backward(batches(2), weights=numbers if rank else None)
+        )
+        seen[f"{name} total"] = said(
+            lambda made=made, numbers=numbers: made.forward_backward(batches(2), total_weight=numbers[1])
+        )
     made = engine()
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
     given = batches(2)
@@ -461,6 +468,10 @@ CALLS = {
     "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4 forward,"
     " 5 trial) (rank 0: 1; rank 1: 2)",
     "totals": "ranks disagree about total_weight",
+    "negative weights": "rank 1: weights has one that is negative or not finite: [1.0, -1.0]",
+    "nan weights": "rank 1: weights has one that is negative or not finite: [1.0, nan]",
+    "negative total": "total_weight is -1.0: give the sum of all weights, finite and not negative",
+    "nan total": "total_weight is nan: give the sum of all weights, finite and not negative",
     "iterator": "data comes from an iterator: give num_microbatches with it",
     "one iterator, forward_backward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "one iterator, forward": "rank 1: data comes from an iterator: give num_microbatches with it",
@@ -480,6 +491,45 @@ CALLS = {
     "bias trained: True": "",
     "after": "the engine failed before (RuntimeError: a kernel died) and cannot continue",
 }
+
+
+def with_numbers_in_tensors() -> list[tuple[float, float, object, float]]:
+    """(loss, norm, weight, a report) of steps whose weights are known in advance as tensors or not; a micro-batch of
+    weight zero reports 0 / 0."""
+    import torch
+
+    def step(data_iterator, chunk):
+        output = chunk(batch := next(data_iterator))
+        weight = (batch.mean() > 0).float() * 2  # of the first micro-batch zero
+
+        def loss_func(y):
+            return y.square().sum() * weight, weight, {"mean": y.detach().sum() * weight / weight}
+
+        return output, loss_func
+
+    torch.manual_seed(0)
+    data = [batch.abs() for batch in batches()]
+    data[0] = -data[0]
+    weights, found = torch.tensor([0.0, 2.0, 2.0, 2.0]), []
+    for known in (
+        {},
+        dict(weights=weights.tolist()),
+        dict(weights=weights),
+        dict(weights=weights.numpy()),
+        dict(weights=list(weights.requires_grad_())),
+        dict(total_weight=weights.sum() * 1, expected_tokens=weights.detach().sum() / 4),
+    ):
+        made = engine(forward_step_func=step)
+        made.forward_backward(data, **known)
+        result = made.optim_step()
+        found.append((result.loss, result.grad_norm, result.weight, result.reports["mean"]))
+    return found
+
+
+def test_weights_in_tensors_are_those_numbers():
+    for first, *others in run_ranks(with_numbers_in_tensors, 2, timeout=60):
+        assert first[2] == 6.0
+        assert all(other == pytest.approx(first, rel=1e-6) for other in others), (first, others)
 
 
 def test_calls_that_ranks_do_not_make_alike():

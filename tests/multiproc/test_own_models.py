@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
@@ -9,8 +11,8 @@ from tests.multiproc.test_engine_inputs import batches, forward_step, said
 
 
 def of_unusual_shapes(backend: str) -> dict:
-    """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, and a scalar where
-    the backend takes it."""
+    """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, one that is read as
+    complex numbers, and a scalar where the backend takes it."""
     import copy
 
     import torch
@@ -23,10 +25,13 @@ def of_unusual_shapes(backend: str) -> dict:
             torch.manual_seed(0)
             self.layer = torch.nn.Linear(8, 8)
             self.turned = torch.nn.Parameter(torch.randn(4, 8).t())
+            self.pairs = torch.nn.Parameter(torch.randn(2, 2))
             self.scale = torch.nn.Parameter(torch.tensor(1.5)) if backend in ("ddp", "megatron") else 1.5
 
         def forward(self, batch):
-            return self.layer(batch * self.scale) @ self.turned
+            output = (self.layer(batch * self.scale) @ self.turned).unflatten(-1, (2, 2))
+            turns = torch.view_as_complex(self.pairs).conj()
+            return torch.view_as_real(torch.view_as_complex(output) * turns).flatten(-2)
 
     model, data = Model(), batches(8)
     reference = copy.deepcopy(model)
@@ -52,7 +57,7 @@ def of_unusual_shapes(backend: str) -> dict:
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
 def test_parameters_of_unusual_shapes(backend):
     found = {name: error for rank in run_ranks(of_unusual_shapes, 2, backend) for name, error in rank.items()}
-    assert {"layer.weight", "layer.bias", "turned"} <= found.keys()
+    assert {"layer.weight", "layer.bias", "turned", "pairs"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
 
@@ -106,6 +111,36 @@ def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path
     assert [text.startswith("the forward of a micro-batch changes mean: steps depend") for text in texts] == [True]
     assert of_checkpoint == mean > 0
     assert "With sync streaming a module's parameters are there while its forward runs" in note
+
+
+def changing_in_place() -> str:
+    """The error of the first step of a model that changes what its backward needs."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, batch):
+            output = torch.tanh(self.layer(batch))
+            return output.square() + output.add_(1.0)
+
+    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), world_size=1)
+    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    try:
+        engine.train_step(batches())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_change_in_place_of_what_the_backward_needs_is_an_error_in_the_first_step_too():
+    """Whose saved tensors are counted; torch itself sees it in the second."""
+    assert run_ranks(changing_in_place, 1) == ["a tensor that the backward needs has been changed in place"]
 
 
 def of_buffers(backend: str) -> dict:
@@ -269,6 +304,64 @@ def test_what_a_stage_returns(schedule):
             assert f"chunk 0 returns {found}" in error and sent in error
         assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
         assert "but it returned 2 values" in errors[-1]
+
+
+def norm_in_a_loop(layout: dict) -> tuple[float, float]:
+    """(norm of a step of Megatron's loop over stages that end in a torch Linear, whose output is a view; that of one
+    process)."""
+    import torch
+
+    from megaaccum import Plan
+    from megaaccum.loop import get_forward_backward_func, wrap
+
+    class Stage(torch.nn.Module):
+        def __init__(self, stage: int):
+            super().__init__()
+            torch.manual_seed(stage)
+            self.layer, self.pre_process, self.name_in_model = torch.nn.Linear(8, 8), stage == 0, f"stages.{stage}."
+
+        def set_input_tensor(self, tensor):
+            self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self, batch):
+            return self.layer(batch if self.pre_process else torch.tanh(self.received))
+
+    def forward_step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (output.square().sum() / 10, {})
+
+    batch = dict(micro_batch_size=2, seq_length=5, pp_microbatches=4)
+    optimizer = dict(clip_grad=0.0)
+    plan = Plan.of(
+        layout=layout, batch=batch, sharding=dict(backend="ddp"), optimizer=optimizer, hidden_size=8, world_size=2
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(5, 2, 8, generator=generator) for _ in range(4)]
+    stages = [Stage(stage) for stage in plan.layout.stages(int(os.environ["RANK"]))]
+    chunks, optimizer = wrap(stages, None, plan, optimizer=torch.optim.AdamW)
+    get_forward_backward_func(plan)(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in chunks],
+        model=chunks,
+        num_microbatches=4,
+        seq_length=5,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    _, norm, _ = optimizer.step()
+    whole = [Stage(stage) for stage in range(plan.layout.num_stages)]
+    for x in data:
+        for stage in whole:
+            stage.received = x
+            x = stage(x)
+        (x.square().sum() / 40).backward()
+    grads = [param.grad for stage in whole for param in stage.parameters()]
+    return norm, float(torch.nn.utils.get_total_norm(grads))
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, vpp=2), dict(pp=2, schedule="zbv")], ids=str)
+def test_a_stage_in_megatrons_loop_may_return_a_view(layout: dict):
+    for norm, wanted in run_ranks(norm_in_a_loop, 2, layout, timeout=40):
+        assert norm == pytest.approx(wanted, rel=1e-5)
 
 
 def with_buffers() -> list[str]:

@@ -196,12 +196,12 @@ def continued(plan: Plan) -> Plan:
     has a checkpoint of its own. Raises ConfigError if these ranks cannot continue with it, or if the batch differs
     without `override`."""
     run, own = plan.config.run, checkpoint_folder(plan.config).resolve()
-    if run.load and (run.finetune or run.reset_iteration) and resume_candidates(own)[0]:
-        if own not in ((load := Path(run.load).resolve()), *load.parents):
-            run = replace(run, load=None, load_step=None, finetune=False, reset_iteration=False)
-            plan = replace(plan, config=replace(plan.config, run=run))
-            if int(os.environ["RANK"]) == 0:
-                print(f"load: {load} was for the first start: the run has checkpoints in {own}", flush=True)
+    load = Path(run.load or own).resolve()
+    if (run.finetune or run.reset_iteration) and own not in (load, *load.parents) and resume_candidates(own)[0]:
+        run = replace(run, load=None, load_step=None, finetune=False, reset_iteration=False)
+        plan = replace(plan, config=replace(plan.config, run=run))
+        if torch.distributed.get_rank() == 0:
+            print(f"load: {load} was for the first start: the run has checkpoints in {own}", flush=True)
     if run.no_load or run.finetune or run.reset_iteration or (run.load and foreign.holds_foreign(Path(run.load))):
         return plan
     for checkpoint in resume_candidates(run.load or checkpoint_folder(plan.config), run.load_step)[0]:

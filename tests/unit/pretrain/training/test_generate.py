@@ -25,7 +25,8 @@ def test_the_checkpoints_of_a_run_are_in_the_folder_that_is_given(save: str | No
         keys["save"] = save, "run.yaml"
     section = {name: {"value": value, "from": origin} for name, (value, origin) in keys.items()}
     wanted = Generation(Path("moved"), ["a"], 1)
-    vars(wanted).update(_receipt={"data": {"vocab_size": 64}, "configuration": {"run": section}, "megatron": {}})
+    receipt = {"folder": "/", "data": {"vocab_size": 64}, "configuration": {"run": section}, "megatron": {}}
+    vars(wanted).update(_receipt=receipt)
     planned = plan(output_dir="runs/first")
     wanted.load(SimpleNamespace(plan=planned, load=lambda path: loaded.append(path) is None))
     assert loaded == [Path(folder)]
