@@ -156,7 +156,7 @@ def read_batch(
     if weights is None and listed and hasattr(function, "weights"):
         weights = function.weights(data)
     if weights is not None:
-        weights = torch.as_tensor(weights, dtype=torch.float64).flatten().tolist()
+        weights = [float(each) for each in (weights.flatten() if hasattr(weights, "flatten") else weights)]
         if not all(0.0 <= weight < float("inf") for weight in weights):
             raise ConfigError(f"weights has one that is negative or not finite: {weights}")
     for name, each in ("lengths", lengths), ("weights", weights):
