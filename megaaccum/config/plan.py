@@ -127,7 +127,7 @@ class Plan:
 
     def ramp_state(self) -> dict[str, Any]:
         """The ramp in a checkpoint: the keys that request it, and its intervals on these ranks."""
-        leaves = ["micro_batch_size"] * (self.config.sharding.reproducible == "layout")  # of its sums
+        leaves = ["micro_batch_size"] if self.config.sharding.reproducible == "layout" else []  # of its sums
         asked = {name: value(self.config, name) for name in (*KEYS, "global_batch_size", *leaves)}
         return {"asked": asked, "intervals": [list(interval) for interval in self.ramp.intervals]}
 

@@ -178,8 +178,11 @@ def config_of(receipt: Record, folder: Path | None = None) -> Config:
 
 def _path(given: Any, home: Path) -> Any:
     """A path, or the prefix of a dataset, here or else below `home`; unchanged if it is in neither place."""
-    there = [Path(f"{home / str(given)}{end}").exists() and not Path(f"{given}{end}").exists() for end in ("", ".idx")]
-    return str(home / given) if isinstance(given, str) and any(there) else given
+
+    def is_there(path: str | Path) -> bool:
+        return Path(path).exists() or Path(f"{path}.idx").exists()
+
+    return str(home / given) if isinstance(given, str) and not is_there(given) and is_there(home / given) else given
 
 
 def _writer(content: Record) -> str:

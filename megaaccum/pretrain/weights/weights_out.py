@@ -144,7 +144,7 @@ class Export:
         (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
         began = Path(config.run.init_from) if config.run.init_from else None
         source = like or (began if began and (began / "config.json").is_file() else None)
-        for name in ("chat_template_path", "tokenizer_model")[: 1 if source else 2]:
+        for name in ["chat_template_path"] if source else ["chat_template_path", "tokenizer_model"]:
             if (path := getattr(config.data, name)) and not Path(path).exists():
                 raise ConfigError(f"{name} {path} of the run is not there: put it back (a tokenizer: or give --like)")
         content = None if source is None else config_json.read_json(source)
