@@ -129,6 +129,14 @@ def test_every_pin_has_its_hashes():
     assert all(re.fullmatch(r"\S+( +--hash=sha256:[0-9a-f]{64})+", block) for block in blocks)
 
 
+def test_no_deepspeed_is_installed_that_lacks_the_names_of_an_accumulated_step():
+    """With 0.19.6 a start names what is missing; with 0.19.7 a step of ZeRO-3 in BF16 ends in a TypeError."""
+    from megaaccum.upstream import TESTED
+
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"deepspeed>={TESTED['deepspeed']},<0.20" in wanted
+
+
 def test_the_versions_that_names_are_looked_up_for_are_the_pinned_ones():
     from megaaccum.upstream import TESTED
 
