@@ -34,7 +34,7 @@ State = Literal["ok", "note", "broken"]
 Versions = Mapping[str, str | None]
 """Distribution name -> installed version, None when it is not installed."""
 
-REQUIRED = {"torch": ((2, 10), None), "deepspeed": ((0, 19), (0, 20)), "megatron-core": ((0, 19), (0, 20))}
+REQUIRED = {"torch": ((2, 10), None), "deepspeed": ((0, 19, 8), (0, 20)), "megatron-core": ((0, 19), (0, 20))}
 """Distribution -> (least version, first version that is too new or None), as in pyproject.toml."""
 TRANSFORMER_ENGINE = "transformer-engine"
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
