@@ -87,8 +87,8 @@ def test_versions_in_range_are_ok():
     [
         ("torch", "2.9.1", "2.9.1, but >=2.10 is needed"),
         ("torch", None, "not installed"),
-        ("deepspeed", "0.18.9", "0.18.9, but >=0.19,<0.20 is needed"),
-        ("deepspeed", "0.20.0", "0.20.0, but >=0.19,<0.20 is needed"),
+        ("deepspeed", "0.19.7", "0.19.7, but >=0.19.8,<0.20 is needed"),
+        ("deepspeed", "0.20.0", "0.20.0, but >=0.19.8,<0.20 is needed"),
         ("megatron-core", "0.9.0", "0.9.0, but >=0.19,<0.20 is needed"),
     ],
 )
