@@ -295,6 +295,36 @@ def test_a_weight_decay_that_nothing_says_is_deepspeeds() -> None:
     assert growing.weight_decay == 0.01
 
 
+def test_a_norm_that_nothing_clips_is_deepspeeds() -> None:
+    block = {"zero_optimization": {"stage": 1}}
+    settled = plan(2, deepspeed=block)
+    assert settled.config.optimizer.clip_grad == 0.0
+    assert "clip_grad 0.0 is taken from deepspeed.gradient_clipping (DeepSpeed's default)." in settled.notes
+    assert plan(2, deepspeed=block, clip_grad=0.5).config.optimizer.clip_grad == 0.5
+    for theirs in ("auto", None):  # is left to the program around DeepSpeed
+        assert plan(2, deepspeed=block | {"gradient_clipping": theirs}).config.optimizer.clip_grad == 1.0
+
+
+def test_a_flag_that_clips_is_told_when_the_json_does_not(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed gives --clip-grad to no optimizer under DeepSpeed, which clips by its JSON alone."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
+        " --tokenizer-type NullTokenizer --deepspeed --deepspeed_config ds.json"
+    )
+    (tmp_path / "flags.txt").write_text(flags)
+    assert load(tmp_path / "flags.txt").optimizer.clip_grad == 0.0
+    (tmp_path / "flags.txt").write_text(f"{flags} --clip-grad 0.5")
+    config = load(tmp_path / "flags.txt")
+    assert config.optimizer.clip_grad == 0.5
+    assert [
+        note
+        for note in config.notes
+        if "clip_grad 0.5 holds; Megatron-DeepSpeed, by its JSON alone, clips nothing" in note
+    ]
+
+
 def test_a_linear_decay_begins_where_deepspeeds_does() -> None:
     from inspect import signature
 
@@ -360,7 +390,7 @@ def test_a_dynamic_loss_scale_of_which_the_json_says_little_is_deepspeeds() -> N
     assert (written.loss_scale_window, written.hysteresis) == (2000, 1)
     for block in ({"loss_scale": 0}, {"enabled": False}, {"enabled": "auto"}):
         assert plan(2, deepspeed={"fp16": block}).config.step == plan(2).config.step
-    fixed = plan(2, deepspeed={"fp16": {"enabled": True, "loss_scale": 128}})
+    fixed = plan(2, deepspeed={"fp16": {"enabled": True, "loss_scale": 128}, "gradient_clipping": 1.0})
     assert not any("DeepSpeed's default" in note for note in fixed.notes)
 
 
