@@ -281,7 +281,8 @@ def _windows(left: Keys, found: Keys) -> Keys:
 
 def _to_windows(model: Keys) -> Keys:
     kinds = [f"{'sliding' if each else 'full'}_attention" for each in model["window_attn_skip_freq"]]
-    return _to_window(model) | {"layer_types": kinds}
+    # transformers makes a mask of the windows even if no layer has one.
+    return _to_window({"window_size": [model["max_position_embeddings"] - 1, 0]} | model) | {"layer_types": kinds}
 
 
 def _window_pattern(model: Keys) -> list[int]:

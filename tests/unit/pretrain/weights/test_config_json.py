@@ -215,6 +215,14 @@ def test_windows_lie_in_the_layers_that_have_them():
     assert "window_size" not in everywhere
 
 
+def test_a_model_without_windows_is_written_with_one_that_no_sequence_fills(tmp_path):
+    """transformers makes a mask of the windows of GPT-OSS whether or not a layer has one."""
+    config = planned(tmp_path, content_of("gpt_oss") | {"layer_types": ["full_attention"] * 4})
+    written = config_json.json_from(config, "gpt_oss", hf.VOCAB)
+    assert written["sliding_window"] == config.model.max_position_embeddings
+    assert config_json.differences(config, written, hf.VOCAB) == []
+
+
 def test_a_frequency_of_windows_is_the_list_of_layers(tmp_path):
     config = planned(tmp_path, content := content_of("gpt_oss"))
     config.megatron["window_attn_skip_freq"] = 2
