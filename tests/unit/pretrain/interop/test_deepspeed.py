@@ -362,6 +362,33 @@ def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None
     assert "scheduler.params.warmup_min_lr is 0.0002 and min_lr is 0.0001: make them equal" in text
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_deepspeeds_schedulers_are_a_step_behind_but_for_the_cosine(kind: str) -> None:
+    """As docs/migrating/deepspeed.md says. DeepSpeed's engine calls the scheduler after each step, and the scheduler
+    begins before its first rate, which two steps therefore have."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    from megaaccum.optim import lr_schedule
+
+    block = scheduler(kind, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
+    block |= adam(lr=1e-3)
+    settled = plan(2, deepspeed=block, lr=None, train_iters=60)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3) for _ in range(2)]
+    theirs = getattr(lr_schedules, kind)(optimizers[0], **block["scheduler"]["params"])
+    ours = lr_schedule.build(optimizers[1], settled.config, settled.ramp)
+    rates: list[list[float]] = [[], []]
+    for _ in range(60):
+        for one, optimizer in zip(rates, optimizers, strict=True):
+            one.append(optimizer.param_groups[0]["lr"])
+        theirs.step()
+        ours.step(settled.batch.global_batch_size)
+    behind = 7 + 1 if kind == "WarmupCosineLR" else 60
+    assert rates[0][0] == rates[0][1] == 0.0
+    assert rates[0][1:behind] == pytest.approx(rates[1][: behind - 1], rel=1e-12)
+    assert rates[0][behind:] == pytest.approx(rates[1][behind:], rel=1e-12)
+
+
 DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
 
 
