@@ -363,9 +363,9 @@ def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_deepspeeds_schedulers_are_a_step_behind_but_for_the_cosine(kind: str) -> None:
-    """As docs/migrating/deepspeed.md says. DeepSpeed's engine calls the scheduler after each step, and the scheduler
-    begins before its first rate, which two steps therefore have."""
+def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -> None:
+    """DeepSpeed's engine calls the scheduler after each step, and the scheduler begins before its first rate, which two
+    steps therefore have: docs/migrating/deepspeed.md says so."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -383,10 +383,10 @@ def test_deepspeeds_schedulers_are_a_step_behind_but_for_the_cosine(kind: str) -
             one.append(optimizer.param_groups[0]["lr"])
         theirs.step()
         ours.step(settled.batch.global_batch_size)
-    behind = 7 + 1 if kind == "WarmupCosineLR" else 60
+    decay = 7 + 1 if kind == "WarmupCosineLR" else 60
     assert rates[0][0] == rates[0][1] == 0.0
-    assert rates[0][1:behind] == pytest.approx(rates[1][: behind - 1], rel=1e-12)
-    assert rates[0][behind:] == pytest.approx(rates[1][behind:], rel=1e-12)
+    assert rates[0][1:decay] == pytest.approx(rates[1][: decay - 1], rel=1e-12)
+    assert rates[0][decay:] == pytest.approx(rates[1][decay:], rel=1e-12)
 
 
 DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
