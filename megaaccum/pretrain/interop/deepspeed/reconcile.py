@@ -243,11 +243,8 @@ def _divisor(reconciler: Reconciler, name: str, value: object) -> None:
 
 
 def _activation_checkpointing(reconciler: Reconciler, name: str, value: object) -> None:
-    active = {k: v for k, v in _mapping(reconciler, name, value).items() if keys.is_on(v)}
-    if active:
-        reconciler.refuse(
-            name, ", ".join(sorted(active)), "write recompute_granularity: full or selective, which is Megatron's"
-        )
+    if active := sorted(inner for inner, item in _mapping(reconciler, name, value).items() if keys.is_on(item)):
+        reconciler.refuse(name, ", ".join(active), "write recompute_granularity: full or selective instead")
 
 
 def _monitor(reconciler: Reconciler, name: str, value: object) -> None:

@@ -362,6 +362,23 @@ def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None
     assert "scheduler.params.warmup_min_lr is 0.0002 and min_lr is 0.0001: make them equal" in text
 
 
+def test_a_loss_scale_of_the_flags_gives_way_to_that_of_the_json(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed gives --loss-scale to no optimizer under DeepSpeed, which scales by its JSON alone."""
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 11}}')
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data --fp16"
+        " --tokenizer-type NullTokenizer --loss-scale 12 --hysteresis 5"
+    )
+    (tmp_path / "flags.txt").write_text(f"{flags} --deepspeed --deepspeed_config ds.json")
+    config = load(tmp_path / "flags.txt")
+    step = resolve(config, world_size=1).config.step
+    assert (step.loss_scale, step.initial_loss_scale, step.hysteresis) == (None, 2048.0, 2)
+    assert "--loss-scale 12: the JSON says how the loss is scaled, as in Megatron-DeepSpeed." in config.notes
+    (tmp_path / "flags.txt").write_text(flags)
+    assert load(tmp_path / "flags.txt").step.loss_scale == 12.0
+
+
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -> None:
     """DeepSpeed's engine calls the scheduler after each step, and the scheduler begins before its first rate, which two
