@@ -59,6 +59,7 @@ def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
             ["verify", "--weights", out, "--run", run],
             ["export", run, "--consolidated", str(tmp_path / "one")],
             ["export", run, "--hf", out],
+            ["export", run, "--hf", str(tmp_path / "other"), "--family", "llama"],
             ["export", run, "--megatron", weights, "--only_weights"],
             [*longer, weights],
             [*longer, weights, "--no_load_optim", "true"],
@@ -71,10 +72,11 @@ def test_a_model_is_trained_exported_and_verified_by_commands(tmp_path):
     shown = yaml.read_text()
     assert shown in rank.output and f"weights of {folder}" in rank.output
     codes = [line for line in rank.output.splitlines() if line.startswith("exit code")]
-    assert codes == [f"exit code {code}" for code in (0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0)], rank.output
+    assert codes == [f"exit code {code}" for code in (0, 0, 0, 0, 0, 1, 2, 0, 1, 0, 0, 0)], rank.output
     assert f"continues from {megatron}: step 6, 48 samples" in rank.output
     assert "no optimizer state in the shapes of the model" in rank.output
     assert f"{out} exists and is not empty" in rank.output
+    assert "this is no model of llama" in rank.output and not (tmp_path / "other").exists()
     assert "all tensors agree" in rank.output and "logits: " in rank.output
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert str(model.dtype) == "torch.bfloat16" and (Path(out) / "tokenizer_config.json").exists()

@@ -6,7 +6,7 @@ takes its keys out of config.json and gives ours, and one that gives theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ def keys_from(content: Keys) -> Keys:
     ConfigError with everything in it that has no counterpart."""
     facts = families()["families"][family_of(content)]
     left, problems, found = facts.get("defaults", {}) | content, [], dict(facts["ours"])
-    defaults = families()["common"]["defaults"] | facts.get("defaults", {})
+    defaults = families()["common"]["defaults"]  # of what is null
 
     def value_of(theirs: str) -> Any:
         value = left.pop(theirs, None)
@@ -96,23 +96,23 @@ def keys_from(content: Keys) -> Keys:
         if (here := value_of(name)) not in (None, found.get(ours)):
             problems.append(f"config.json: {name} is {here!r}, but {ours}, which has it too, is {found.get(ours)!r}.")
     for name, value in facts["theirs"].items():
-        if (here := left.pop(name, value)) != value:
+        if (here := content.get(name, value)) != value:
             problems.append(f"config.json: {name} is {here!r}, but only {value!r} is computed here.")
     if not (wrong := _wrong_values(found)):  # parts compute with these, and count up to the layers
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
         wrong = _wrong_values(found)
-    problems += wrong + _without_counterpart(left)
+    problems += wrong + _without_counterpart(left, facts["theirs"])
     raise_problems(problems)
     return found
 
 
-def _without_counterpart(left: Keys) -> list[str]:
-    """Problems with keys of config.json that no key of ours is made of."""
+def _without_counterpart(left: Keys, checked: Keys) -> list[str]:
+    """Problems with keys of config.json that no key of ours is made of, beside those `checked`."""
     problems = []
     layers = left.pop("layer_types", None) or []
     if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
         problems.append("config.json: layer_types has other kinds than full_attention; no key here sets them by layer.")
-    ignored = families()["ignored"].split()
+    ignored = {*families()["ignored"].split(), *checked}
     return problems + [
         f"config.json: {name} {value!r} has no key here, and may change what the model computes."
         for name, value in left.items()
@@ -185,6 +185,7 @@ def _completed(model: Keys) -> Keys:
         "ffn_hidden_size": (width := model["ffn_hidden_size"] or 4 * model["hidden_size"]),
         "moe_ffn_hidden_size": model.get("moe_ffn_hidden_size") or width,
         "window_attn_skip_freq": _window_pattern(model),
+        **{name: model.get(name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")},
     }
     return model | filled
 
@@ -205,11 +206,11 @@ def _idle(name: str, model: Keys) -> bool:
     return bool(needs and not model.get(needs)) or positions or table or fused or (latent and name == "kv_channels")
 
 
-def family_for(config: Config, vocab_size: int) -> str:
-    """The first family that has everything of a resolved configuration. Raises ConfigError with the differences from
-    the nearest one."""
+def family_for(config: Config, vocab_size: int, among: Iterable[str] | None = None) -> str:
+    """The first family (of these, default all) that has everything of a resolved configuration. Raises ConfigError with
+    the differences from the nearest one."""
     found: dict[str, list[str]] = {}
-    for family in families()["families"]:
+    for family in among or families()["families"]:
         try:
             found[family] = differences(config, json_from(config, family, vocab_size), vocab_size)
         except ConfigError as error:
@@ -217,7 +218,8 @@ def family_for(config: Config, vocab_size: int) -> str:
         if not found[family]:
             return str(family)
     nearest = min(found, key=lambda family: len(found[family]))
-    raise ConfigError([f"no family of Hugging Face's has this model; the nearest is {nearest}:", *found[nearest]])
+    kind = "no family of Hugging Face's has this model; the nearest is" if among is None else "this is no model of"
+    raise ConfigError([f"{kind} {nearest}:", *found[nearest]])
 
 
 # --- parts: (from theirs, to theirs) ---------------------------------------------------------------------------------
@@ -279,7 +281,8 @@ def _windows(left: Keys, found: Keys) -> Keys:
 
 def _to_windows(model: Keys) -> Keys:
     kinds = [f"{'sliding' if each else 'full'}_attention" for each in model["window_attn_skip_freq"]]
-    return _to_window(model) | {"layer_types": kinds}
+    # transformers makes a mask of the windows even if no layer has one.
+    return _to_window({"window_size": [model["max_position_embeddings"] - 1, 0]} | model) | {"layer_types": kinds}
 
 
 def _window_pattern(model: Keys) -> list[int]:
@@ -326,7 +329,7 @@ def _to_routing(model: Keys) -> Keys:
     count, chosen = model["moe_router_topk"], model.get("moe_router_group_topk") or 1
     if chosen < (model.get("moe_router_num_groups") or 1) and count // chosen != 2:
         raise ConfigError(f"n_group: groups are chosen by their best {count // chosen} experts here, there by 2.")
-    return {"norm_topk_prob": count > 1}
+    return {"norm_topk_prob": count > 1, "n_group": model.get("moe_router_num_groups") or 1, "topk_group": chosen}
 
 
 def _shared_experts(left: Keys, found: Keys) -> Keys:

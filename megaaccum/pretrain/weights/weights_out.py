@@ -149,17 +149,16 @@ class Export:
                 raise ConfigError(f"{name} {path} of the run is not there: put it back (a tokenizer: or give --like)")
         content = None if source is None else config_json.read_json(source)
         bridge = Bridge(source, config_json.model_keys(config, vocab_size)) if via_bridge else None
-        if bridge is None and content is not None:
-            there = config_json.family_of(content)
-            if family not in (None, there) or config_json.differences(config, content, vocab_size):
-                content = None  # another family is asked for, or the run has set keys of the model otherwise
-            else:
-                family = there
+        there = None if bridge or content is None else config_json.family_of(content)
+        if bridge is None and (
+            content is None or family not in (None, there) or config_json.differences(config, content, vocab_size)
+        ):  # another family is asked for, or the run has set keys of the model otherwise
+            content, there = None, config_json.family_for(config, vocab_size, family and [family])
         return cls(
             checkpoint=checkpoint,
             config=config,
             vocab_size=vocab_size,
-            family="" if bridge else family or config_json.family_for(config, vocab_size),
+            family=there or "",
             dtype=names.DTYPES[dtype or config.sharding.params_dtype or "fp32"],
             content=content,
             source=source,

@@ -126,11 +126,13 @@ def reconcile(config: Config, block: dict[str, object], origin: str, *, by_flags
             handler(reconciler, name, value)
         else:
             reconciler.sort(name, value, keys.REFUSED, keys.DROPPED, keys.TOP_LEVEL)
+    if "gradient_clipping" not in block:
+        reconciler.default("gradient_clipping", 0.0, "clip_grad")
+        if by_flags and (clip := config.optimizer.clip_grad):
+            config.notes.append(f"clip_grad {clip:g} holds; Megatron-DeepSpeed, by its JSON alone, clips nothing.")
     _reconcile_batch(reconciler)
     if not precision.is_given(config) and not {"bf16", "bfloat16", "fp16"} & block.keys():
-        config.sharding.params_dtype = "fp32"
-        config.origin["params_dtype"] = ORIGIN
-        config.notes.append("params_dtype fp32: the DeepSpeed block names no other precision.")
+        reconciler.default("bf16.enabled, fp16.enabled", "fp32", "params_dtype")
     return reconciler.problems
 
 
@@ -205,9 +207,6 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
     if block.get("reduce_scatter") is False:
         reconciler.refuse(f"{name}.reduce_scatter", False, "gradients are reduce-scattered; leave it out")
-    if block.get("zero_hpz_partition_size") not in (None, "auto", 1):
-        path, size = f"{name}.zero_hpz_partition_size", block["zero_hpz_partition_size"]
-        reconciler.refuse(path, size, "parameters are gathered once per step; leave it out")
 
 
 def _offload(reconciler: Reconciler, path: str, value: object) -> None:
@@ -244,11 +243,8 @@ def _divisor(reconciler: Reconciler, name: str, value: object) -> None:
 
 
 def _activation_checkpointing(reconciler: Reconciler, name: str, value: object) -> None:
-    active = {k: v for k, v in _mapping(reconciler, name, value).items() if keys.is_on(v)}
-    if active:
-        reconciler.refuse(
-            name, ", ".join(sorted(active)), "write recompute_granularity: full or selective, which is Megatron's"
-        )
+    if active := sorted(inner for inner, item in _mapping(reconciler, name, value).items() if keys.is_on(item)):
+        reconciler.refuse(name, ", ".join(active), "write recompute_granularity: full or selective instead")
 
 
 def _monitor(reconciler: Reconciler, name: str, value: object) -> None:

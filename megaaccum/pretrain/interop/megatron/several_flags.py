@@ -106,12 +106,14 @@ def _precision(given: ParsedFlags, reading: Reading) -> None:
     """Set the precision of gradient sums, FP32 unless BF16 is requested, and for FP16 the loss scale."""
     if given.args.grad_reduce_in_bf16:
         reading.put("grad_reduce_dtype", "bf16", given, "grad_reduce_in_bf16")
-    acting = megatron_arguments.loss_scale_keys(given.args)
+    acting, why = megatron_arguments.loss_scale_keys(given.args), megatron_arguments.NO_EFFECT_ON_SCALE[given.args.fp16]
+    if "fp16" in (reading.deepspeed or {}):
+        acting, why = (), "the JSON says how the loss is scaled, as in Megatron-DeepSpeed"
     for name in megatron_arguments.LOSS_SCALE:
         if given.has(name) and name in acting:
             reading.put(name, getattr(given.args, name), given, name)
         elif given.has(name) and getattr(given.args, name):
-            reading.notes.append(f"{given.written[name]}: {megatron_arguments.NO_EFFECT_ON_SCALE[given.args.fp16]}.")
+            reading.notes.append(f"{given.written[name]}: {why}.")
 
 
 def _optimizer(given: ParsedFlags, reading: Reading) -> None:
@@ -398,7 +400,7 @@ def _lengths(given: ParsedFlags, reading: Reading) -> None:
 
 
 RULES: tuple[Callable[[ParsedFlags, Reading], None], ...] = (
-    _shape, _uneven_stages, _lengths, _precision, _optimizer, _experts, _deepspeed, _sharding, _deterministic,
+    _shape, _uneven_stages, _lengths, _deepspeed, _precision, _optimizer, _experts, _sharding, _deterministic,
     _tokenizer, _data, _conversations, _hybrid, _starting_over, _without_effect, _overlap,
 )  # fmt: skip
 """The rules in the order in which they run: later ones read keys that earlier ones set."""

@@ -295,6 +295,36 @@ def test_a_weight_decay_that_nothing_says_is_deepspeeds() -> None:
     assert growing.weight_decay == 0.01
 
 
+def test_a_norm_that_nothing_clips_is_deepspeeds() -> None:
+    block = {"zero_optimization": {"stage": 1}}
+    settled = plan(2, deepspeed=block)
+    assert settled.config.optimizer.clip_grad == 0.0
+    assert "clip_grad 0.0 is taken from deepspeed.gradient_clipping (DeepSpeed's default)." in settled.notes
+    assert plan(2, deepspeed=block, clip_grad=0.5).config.optimizer.clip_grad == 0.5
+    for theirs in ("auto", None):  # is left to the program around DeepSpeed
+        assert plan(2, deepspeed=block | {"gradient_clipping": theirs}).config.optimizer.clip_grad == 1.0
+
+
+def test_a_flag_that_clips_is_told_when_the_json_does_not(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed gives --clip-grad to no optimizer under DeepSpeed, which clips by its JSON alone."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
+        " --tokenizer-type NullTokenizer --deepspeed --deepspeed_config ds.json"
+    )
+    (tmp_path / "flags.txt").write_text(flags)
+    assert load(tmp_path / "flags.txt").optimizer.clip_grad == 0.0
+    (tmp_path / "flags.txt").write_text(f"{flags} --clip-grad 0.5")
+    config = load(tmp_path / "flags.txt")
+    assert config.optimizer.clip_grad == 0.5
+    assert [
+        note
+        for note in config.notes
+        if "clip_grad 0.5 holds; Megatron-DeepSpeed, by its JSON alone, clips nothing" in note
+    ]
+
+
 def test_a_linear_decay_begins_where_deepspeeds_does() -> None:
     from inspect import signature
 
@@ -332,6 +362,50 @@ def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None
     assert "scheduler.params.warmup_min_lr is 0.0002 and min_lr is 0.0001: make them equal" in text
 
 
+def test_a_loss_scale_of_the_flags_gives_way_to_that_of_the_json(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed gives --loss-scale to no optimizer under DeepSpeed, which scales by its JSON alone."""
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 11}}')
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data --fp16"
+        " --tokenizer-type NullTokenizer --loss-scale 12 --hysteresis 5"
+    )
+    (tmp_path / "flags.txt").write_text(f"{flags} --deepspeed --deepspeed_config ds.json")
+    config = load(tmp_path / "flags.txt")
+    step = resolve(config, world_size=1).config.step
+    assert (step.loss_scale, step.initial_loss_scale, step.hysteresis) == (None, 2048.0, 2)
+    assert "--loss-scale 12: the JSON says how the loss is scaled, as in Megatron-DeepSpeed." in config.notes
+    (tmp_path / "flags.txt").write_text(flags)
+    assert load(tmp_path / "flags.txt").step.loss_scale == 12.0
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -> None:
+    """DeepSpeed's engine calls the scheduler after each step, and the scheduler begins before its first rate, which two
+    steps therefore have: docs/migrating/deepspeed.md says so."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    from megaaccum.optim import lr_schedule
+
+    block = scheduler(kind, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
+    block |= adam(lr=1e-3)
+    settled = plan(2, deepspeed=block, lr=None, train_iters=60)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3) for _ in range(2)]
+    theirs = getattr(lr_schedules, kind)(optimizers[0], **block["scheduler"]["params"])
+    ours = lr_schedule.build(optimizers[1], settled.config, settled.ramp)
+    rates: list[list[float]] = [[], []]
+    for _ in range(60):
+        for one, optimizer in zip(rates, optimizers, strict=True):
+            one.append(optimizer.param_groups[0]["lr"])
+        theirs.step()
+        ours.step(settled.batch.global_batch_size)
+    decay = 7 + 1 if kind == "WarmupCosineLR" else 60
+    assert rates[0][0] == rates[0][1] == 0.0
+    assert rates[0][1:decay] == pytest.approx(rates[1][: decay - 1], rel=1e-12)
+    assert rates[0][decay:] == pytest.approx(rates[1][decay:], rel=1e-12)
+
+
 DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "initial_scale_power": 11}
 
 
@@ -360,7 +434,7 @@ def test_a_dynamic_loss_scale_of_which_the_json_says_little_is_deepspeeds() -> N
     assert (written.loss_scale_window, written.hysteresis) == (2000, 1)
     for block in ({"loss_scale": 0}, {"enabled": False}, {"enabled": "auto"}):
         assert plan(2, deepspeed={"fp16": block}).config.step == plan(2).config.step
-    fixed = plan(2, deepspeed={"fp16": {"enabled": True, "loss_scale": 128}})
+    fixed = plan(2, deepspeed={"fp16": {"enabled": True, "loss_scale": 128}, "gradient_clipping": 1.0})
     assert not any("DeepSpeed's default" in note for note in fixed.notes)
 
 

@@ -52,6 +52,8 @@ def refusal(context) -> str:
         ("exec python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 64", 2),
         ('srun -l --container-image x bash -c "python -u pretrain_gpt.py --num-layers 4 --hidden-size 64"', None),
         ("sbatch <<EOF\nsrun python pretrain_gpt.py --num-layers 4 --hidden-size 64\nEOF", None),
+        ('if [ -z "$SLURM_JOB_ID" ]; then sbatch "$0"; exit; fi\npython a.py --num-layers 4 --hidden-size 64', None),
+        ("set -e\nulimit -n 99999999 -l unlimited\npython a.py --num-layers 4 --hidden-size 64", None),
         ("mpirun -np 8 -x PATH python pretrain_gpt.py --num-layers 4 --hidden-size 64", None),
         ('A=(--num-layers $((2 * 2)))\nfor w in 64; do A+=(--hidden-size $w); done\npython a.py "${A[@]}"', None),
     ],

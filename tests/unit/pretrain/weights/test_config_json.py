@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import asdict
 
 import pytest
 
+from megaaccum.config.schema.model import ModelConfig
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.weights import config_json
 from tests.support import huggingface as hf
@@ -74,6 +76,8 @@ def test_what_is_written_is_read_by_transformers(family, tmp_path):
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob: the weights of several experts"),
         ("deepseek_v3", {"num_experts_per_tok": 1, "n_group": 1}, "norm_topk_prob: the weights of several experts"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "n_group: groups are chosen by their best 4 experts here"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, but only 1e-06 is computed here"),
+        ("deepseek_v3", {"q_lora_rank": None}, "config.json has no q_lora_rank"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, but only 1.702"),
         ("gpt_oss", {"layer_types": ["chunked_attention"]}, "['chunked_attention']"),
         ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default with"),
@@ -86,6 +90,54 @@ def test_what_has_no_key_is_refused_by_name(family, changed, text):
     with pytest.raises(ConfigError) as caught:
         config_json.keys_from(content_of(family) | changed)
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes(family, tmp_path):
+    """Each key in turn, unless a file without it is refused here, or there."""
+    import transformers
+
+    def model_of(content: dict) -> dict:
+        return config_json._completed(asdict(ModelConfig()) | config_json.keys_from(content))
+
+    content, file, accepted = content_of(family), tmp_path / "config.json", 0
+    for name in content.keys() - {"model_type", "num_nextn_predict_layers", "num_hidden_layers"}:
+        less = {key: value for key, value in content.items() if key != name}
+        with suppress(ConfigError):
+            mine = model_of(less)
+            file.write_text(json.dumps(less))
+            read = transformers.AutoConfig.from_pretrained(tmp_path).to_json_string()
+            assert mine == model_of(json.loads(read)), f"without {name}"
+            accepted += 1
+    assert accepted > 5
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+        ("llama", {"max_sequence_length": 64}),
+        ("qwen2", {"use_mrope": False, "sliding_window": 32, "max_window_layers": 2}),
+        ("gpt2", {"output_past": True, "_num_labels": 1}),
+    ],
+)
+def test_what_published_files_say_beside_the_model_is_read_over(family, more):
+    assert config_json.keys_from(content_of(family) | more) == config_json.keys_from(content_of(family))
+
+
+def test_a_model_without_groups_of_experts_is_written_with_one(tmp_path):
+    """transformers has a number of groups always, and reads no null."""
+    config = planned(tmp_path, content_of("deepseek_v3") | {"n_group": None, "topk_group": None})
+    written = config_json.json_from(config, "deepseek_v3", hf.VOCAB)
+    assert (written["n_group"], written["topk_group"]) == (1, 1)
+    assert config_json.family_for(config, hf.VOCAB) == "deepseek_v3"
+
+
+def test_a_family_that_is_asked_for_has_to_have_the_model(tmp_path):
+    config = planned(tmp_path, content_of("qwen2"))
+    assert config_json.family_for(config, hf.VOCAB, ["qwen2"]) == "qwen2"
+    with pytest.raises(ConfigError) as caught:
+        config_json.family_for(config, hf.VOCAB, ["llama"])
+    assert "llama" in caught.value.problems[0] and "add_qkv_bias is True" in caught.value.problems[1]
 
 
 def test_a_key_that_is_left_out_has_the_familys_default():
@@ -161,6 +213,14 @@ def test_windows_lie_in_the_layers_that_have_them():
     assert (found["window_size"], found["window_attn_skip_freq"]) == ([7, 0], [1, 0, 1, 0])
     everywhere = config_json.keys_from(content | {"layer_types": ["full_attention"] * 4})
     assert "window_size" not in everywhere
+
+
+def test_a_model_without_windows_is_written_with_one_that_no_sequence_fills(tmp_path):
+    """transformers makes a mask of the windows of GPT-OSS whether or not a layer has one."""
+    config = planned(tmp_path, content_of("gpt_oss") | {"layer_types": ["full_attention"] * 4})
+    written = config_json.json_from(config, "gpt_oss", hf.VOCAB)
+    assert written["sliding_window"] == config.model.max_position_embeddings
+    assert config_json.differences(config, written, hf.VOCAB) == []
 
 
 def test_a_frequency_of_windows_is_the_list_of_layers(tmp_path):
