@@ -215,10 +215,8 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
         return
     left = limit.num_bytes - replace(forecast, plan=streaming).predict(footprint.chosen(streaming)).held
     live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
-    if plan.config.sharding.backend == "deepspeed" and live > 0:
-        yield _with(plan, sync="streaming", max_live_parameters=live)
-    else:
-        yield streaming
+    keeps_some = plan.config.sharding.backend == "deepspeed" and live > 0
+    yield _with(plan, sync="streaming", max_live_parameters=live) if keeps_some else streaming
 
 
 def _with(plan: Plan, **keys: object) -> Plan:
@@ -289,10 +287,9 @@ def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
 
 def _values(mode: ShardingMode) -> dict[str, object]:
     """The keys that name a sync mode."""
-    keys: dict[str, object] = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
-    if mode.backend == "deepspeed":
-        keys["zero_stage"] = mode.zero_stage
-    return keys | {"data_parallel_replicas": mode.replicas}
+    stage = {"zero_stage": mode.zero_stage} if mode.backend == "deepspeed" else {}
+    keys = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
+    return keys | stage | {"data_parallel_replicas": mode.replicas}
 
 
 def _keys(mode: ShardingMode) -> list[str]:

@@ -97,6 +97,21 @@ def test_every_backend_is_planned(backend: str) -> None:
     assert ("streaming" in {found.name_of(index)["sync"] for index in range(len(found))}) == (backend == "fsdp2")
 
 
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
+def test_every_schedule_holds_what_check_says(backend: str) -> None:
+    """Under a split backward only DeepSpeed keeps Transformer Engine's layers; the file's own schedule says nothing."""
+    small = dict(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64, backend=backend)
+    work = workload(8, **small, schedule="zbv")
+    found = search(work, Limits(fixed=dict(pp=2, recompute="none")))
+    rows = {(at["schedule"], at["tp"]): (index, at) for index in range(len(found)) for at in [found.name_of(index)]}
+    assert {"1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"} <= {name for name, _ in rows}
+    for index, at in rows.values():
+        plan = layout_config.checked(work, at)
+        forecast = sync_mode.Forecast(plan, work.vocab_size, usage=work.hardware.usage)
+        held = forecast.predict(footprint.chosen(plan)).memory
+        assert {kind: size[index] for kind, size in found.memory.by_kind.items()} == pytest.approx(held), at
+
+
 def test_experts_may_be_cut_over_fewer_ranks_than_tp() -> None:
     work = workload(16, **EXPERTS)
     found = search(work, Limits(fixed=dict(tp=4, etp=2, pp=1, cp=1)), rank="time")
