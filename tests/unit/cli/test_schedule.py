@@ -109,6 +109,13 @@ def test_a_cut_predicts_further_tokens_with_the_head(schedule, tmp_path, capsys)
     assert load(tmp_path / "run.yaml").parallel.pipeline_model_parallel_layout.endswith("mL")
 
 
+def test_folders_of_what_is_written_are_made(tmp_path, capsys):
+    files = [tmp_path / folder / f"out{end}" for folder, end in (("a", ".png"), ("b", ".csv"), ("c", ".json"))]
+    png, csv, trace = map(str, files)
+    run(capsys, f"schedule --pp 2 -m 4 --schedule zbv --no-timeline --png {png} --csv {csv} --trace {trace}")
+    assert all(path.stat().st_size for path in files)
+
+
 def test_a_run_that_check_would_refuse_is_not_written(tmp_path, capsys):
     tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
     words = f"schedule --pp 4 -m 8 --schedule zbv --no-timeline --config {tiny} --write {tmp_path}/run.yaml"
