@@ -138,10 +138,13 @@ def test_parameters_that_stay_gathered_count_as_in_check() -> None:
     small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64, vocab_size=1024)
     for live in (0, 30_000_000):
         work = workload(8, **small, max_live_parameters=live)
-        found = search(work, Limits(fixed=dict(tp=1, cp=1, pp=1, sync="streaming")))
-        plan = layout_config.checked(work, found.name_of(0))
-        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
-        assert found.memory.by_kind["parameters"][0] == pytest.approx(of_check.memory["parameters"]), live
+        found = search(work, Limits(fixed=dict(cp=1, sync="streaming")))
+        rows = {(at["tp"], at["pp"]): (index, at) for index in range(len(found)) for at in [found.name_of(index)]}
+        assert {(1, 1), (2, 1), (4, 1), (2, 2)} <= rows.keys()
+        for index, at in rows.values():
+            plan = layout_config.checked(work, at)
+            of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
+            assert found.memory.by_kind["parameters"][index] == pytest.approx(of_check.memory["parameters"]), at
 
 
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:
