@@ -22,6 +22,12 @@ def read_text(path: str | os.PathLike[str], *, most: int = 64 << 20) -> str:
     return text
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file; the folder is made if it is not there."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a file without waiting for a writer; a handle, as `open` takes from an opener. Raises OSError if it is
     neither a regular file nor a pipe of the shell."""

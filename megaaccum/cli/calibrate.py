@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks, positive
 from megaaccum.config import resolve
 from megaaccum.lab.search.profile import write_profile
+from megaaccum.texts import write_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if entry is None:  # a rank other than the first
         return 0
     text = yaml.safe_dump({args.name: entry}, sort_keys=False, width=100)
-    Path(args.output).write_text(text, encoding="utf-8")
+    write_text(args.output, text)
     print(text, end="")
     print(f"wrote {args.output}: plan with --gpu {args.name} --hardware {args.output}", file=sys.stderr)
     return 0

@@ -98,7 +98,6 @@ def _write(row: Row, rows: Sequence[Row], args: argparse.Namespace) -> None:
         save(drawn, args.png)
         print(f"picture: {args.png}")
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
         write_csv(row.schedule, args.csv)
         print(f"table: {args.csv}")
     if args.trace:
@@ -127,7 +126,6 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     if row.costs.layers is not None and row.schedule.has_pairs:
         keys["overlap_moe_expert_parallel_comm"] = True
     put(config, keys)
-    args.write.parent.mkdir(parents=True, exist_ok=True)
     if not is_built_in:
         write_csv(row.schedule, table)
     try:

@@ -26,6 +26,7 @@ from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local
 from megaaccum.pretrain.launch.hostfile import read_hostfile
+from megaaccum.texts import write_text
 
 _DESCRIPTION = f"""\
 Take the planner's ranked layouts of a configuration and run them, each in processes of its own, for {STEPS} steps with
@@ -166,7 +167,7 @@ def _write(args: argparse.Namespace, trials: Trials, fallbacks: Fallbacks, best:
         factor = statistics.geometric_mean(ratios)
         name = trials.workload.hardware.name
         entry = slowed(name, factor, file=args.hardware, source=f"{len(ratios)} layouts measured by `megaaccum tune`")
-        Path(args.calibrate).write_text(yaml.safe_dump({f"{name}_tuned": entry}, sort_keys=False, width=100))
+        write_text(args.calibrate, yaml.safe_dump({f"{name}_tuned": entry}, sort_keys=False, width=100))
         print(
             f"wrote {args.calibrate}: steps took {factor:.3g} times what was predicted; plan with --gpu {name}_tuned"
             f" --hardware {args.calibrate}",

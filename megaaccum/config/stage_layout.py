@@ -1,7 +1,7 @@
 """Megatron's notation for the layers of each pipeline stage, read without Megatron.
 
 `E` embedding, `t` transformer layer, `m` multi-token-prediction layer, `L` head and loss; `|` ends a stage; `x*n` and
-`(...)*n` repeat; commas are ornament: `Et*3|(tt|)*29,m|L`. Stages are listed chunk by chunk: with pp ranks, stage s is
+`(...)*n` repeat; commas are ornament: `Et*3|(tt|)*29,mL`. Stages are listed chunk by chunk: with pp ranks, stage s is
 chunk s // pp of rank s % pp (megatron.core.transformer.pipeline_parallel_layer_layout).
 """
 
@@ -46,14 +46,16 @@ def layout_problems(stages: list[str], *, num_layers: int, mtp_num_layers: int, 
     if text.count("m") != mtp_num_layers:
         yield f"it has {text.count('m')} layers m, but mtp_num_layers is {mtp_num_layers}"
     elif "m" in text:
-        yield from _mtp_problems(stages, pp)
+        yield from _mtp_problems(stages)
 
 
-def _mtp_problems(stages: list[str], pp: int) -> Iterator[str]:
+def _mtp_problems(stages: list[str]) -> Iterator[str]:
+    """Only on the last stage does Megatron-core 0.19 share the embedding with prediction layers: on another rank their
+    copy of it stays zero, and on the first one a collective of two ranks is called on one."""
     text, holders = "".join(stages), [i for i, stage in enumerate(stages) if "m" in stage]
     if "t" in text[text.index("m") :]:
         yield "every t must come before the first m"
     if len(holders) > 1:
         yield f"all m must be in one stage, not in {len(holders)}"
-    if holders[0] < len(stages) - pp:
-        yield "m must be in the last model chunk of its rank"
+    elif holders[0] < len(stages) - 1:
+        yield "m must be in the last stage, where prediction layers share the embedding: move it there (...mL)"

@@ -11,6 +11,7 @@ from typing import Any
 
 from megaaccum.schedule.actions import NAMES, Schedule
 from megaaccum.schedule.simulate import Costs
+from megaaccum.texts import write_text
 
 Spans = Sequence[Sequence[tuple[float, float]]]
 """Per rank, (start, end) of each action in seconds, in the order of `schedule.actions(rank)`."""
@@ -26,7 +27,7 @@ def write_trace(path: str | Path, schedule: Schedule, *, planned: Spans | None, 
     for group, (name, spans) in enumerate((("planned", planned), ("measured", measured))):
         if spans is not None:
             events += _group(schedule, spans, group, name)
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def measured_costs(schedule: Schedule, spans: Spans) -> Costs:

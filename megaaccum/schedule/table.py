@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaaccum.errors import ScheduleError
 from megaaccum.schedule.actions import Item, Pair, Placement, Schedule, changed, make_schedule, parse, passes_of
-from megaaccum.texts import read_text
+from megaaccum.texts import read_text, write_text
 
 _NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 """Entries of torch's lowered tables beside passes; our ranks derive those."""
@@ -25,7 +25,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
         ",".join(str(_by_stage(item, schedule.stages[rank])) for item in schedule.items[rank])
         for rank in range(schedule.pp)
     )
-    Path(path).write_text("\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _by_stage(item: Item, stages: tuple[int, ...]) -> str:

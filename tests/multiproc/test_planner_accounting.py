@@ -77,7 +77,7 @@ def compare(plan: Plan, real: Counted, name: str) -> None:
     assert real.parameters == params * element, name
     assert real.gradients == params * 4, name
     made_of = choose(plan.config, has_te=False, on_gpu=False)
-    kernels = kernels_of(plan.config.model, plan.config.sharding, made_of)
+    kernels = kernels_of(plan.config, made_of)
     model = MemoryModel(
         model=plan.config.model,
         vocab_size=VOCAB,

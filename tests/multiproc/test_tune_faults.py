@@ -28,7 +28,7 @@ MODEL = dict(
 WRITTEN = ("--write", "best.yaml", "--calibrate", "hardware.yaml")
 RUN = """
 import json, os, pathlib, resource, sys, time, yaml
-row = int(pathlib.Path(sys.argv[1]).parent.name.removeprefix("row_"))
+row = int(pathlib.Path(sys.argv[1]).parent.name.split("_")[1])
 with open("rows", "a") as file:
     print(row, file=file)
 turn = len(open("rows").readlines())

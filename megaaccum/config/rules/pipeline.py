@@ -52,23 +52,6 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
         )
 
 
-def v_shape(subject: Subject) -> Iterator[str]:
-    """In a V only one rank holds the embedding, so prediction layers belong to the last stage, on that rank."""
-    name, text = subject.schedule, subject.parallel.pipeline_model_parallel_layout
-    if text is None or not subject.model.mtp_num_layers or not by_executor(name):
-        return
-    try:
-        in_a_v, stages = entry(name).placement == "v", parse_layout(text)
-    except (ScheduleError, ValueError):
-        return
-    if in_a_v and "m" in text and "m" not in stages[-1]:
-        yield (
-            f"pipeline_model_parallel_layout {text!r} has m before its last stage, but in schedule {name} only the last"
-            " stage is on the rank that holds the embedding: move m to the last stage (...|mL), or set schedule to"
-            " interleaved."
-        )
-
-
 def traced(subject: Subject) -> Iterator[str]:
     """Only megaaccum's executor records a timeline."""
     name = subject.schedule
@@ -201,7 +184,7 @@ def explicit_layout(subject: Subject) -> Iterator[str]:
     try:
         stages = parse_layout(text)
     except ValueError as error:
-        yield f"{key} {text!r} cannot be read: {error}; the notation is Et*3|(tt|)*29,m|L."
+        yield f"{key} {text!r} cannot be read: {error}; the notation is Et*3|(tt|)*29,mL."
         return
     for problem in layout_problems(
         stages, num_layers=model.num_layers, mtp_num_layers=model.mtp_num_layers or 0, pp=pp

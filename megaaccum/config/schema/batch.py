@@ -58,7 +58,7 @@ class ParallelConfig:
     ] = None
     """Layers of the last stage when stages are uneven."""
     pipeline_model_parallel_layout: Annotated[str | None, Facts(core=True, planned=True)] = None
-    """Explicit layers per stage, in Megatron's notation (Et*3|(tt|)*29,m|L)."""
+    """Explicit layers per stage, in Megatron's notation (Et*3|(tt|)*29,mL)."""
     distributed_timeout_minutes: Annotated[float, Facts(above=0)] = 10.0
     """A collective that waits longer than this ends the run."""
 

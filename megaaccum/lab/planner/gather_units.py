@@ -37,20 +37,20 @@ def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: flo
     staying = _staying([[sizes[piece] for piece in each] for each in in_order], live)
     marked = [list(zip(each, stay, strict=True)) for each, stay in zip(in_order, staying, strict=True)]
     runs = {run for each in marked for run in (itertools.pairwise(each) if len(each) > 1 else [(each[0],)])}
-    kept = sum(sizes[piece] for each in marked for piece, stays in each if stays)
-    coming = max_of(sum(sizes[piece] for piece, stays in run if not stays) for run in runs)
+    kept = sum(sizes[piece] * np.array(stays) for each in marked for piece, stays in each)
+    coming = max_of(sum(sizes[piece] * ~np.array(stays) for piece, stays in run) for run in runs)
     return Units(kept + coming, max_of(sizes.values()), kept)
 
 
-def _staying(sizes: list[list[Any]], live: float) -> list[list[bool]]:
-    """Which units stay: the first ones, up to `live` elements."""
+def _staying(sizes: list[list[Any]], live: float) -> list[list[Any]]:
+    """Whether a unit stays: the first ones do, up to `live` elements. False, or a value for each layout."""
     so_far: Any = 0
-    stays: list[list[bool]] = []
+    stays: list[list[Any]] = []
     for each in sizes:
         stays.append([])
         for one in each:
             so_far = so_far + one
-            stays[-1].append(live > 0 and bool(np.all(so_far <= live)))
+            stays[-1].append(live > 0 and tuple(np.ravel(so_far <= live)))
     return stays
 
 

@@ -18,6 +18,7 @@ from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.schedule.registry import is_v_shaped
+from megaaccum.texts import write_text
 
 KEYS = dict(
     tp="tensor_model_parallel_size", cp="context_parallel_size", pp="pipeline_model_parallel_size",
@@ -121,8 +122,7 @@ def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str, *
 def write_config(config: Config, path: Path, comment: str) -> None:
     """Write the keys that were written as YAML, with `comment` in the first line."""
     text = yaml.safe_dump(as_sections(config), sort_keys=False, allow_unicode=True, width=100)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# {comment}\n{text}", encoding="utf-8")
+    write_text(path, f"# {comment}\n{text}")
 
 
 def as_sections(config: Config) -> dict[str, Any]:

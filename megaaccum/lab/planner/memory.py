@@ -19,6 +19,7 @@ from megaaccum.lab.planner.matrices import rank_matrices, stage_matrices
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, make_stages, rank_kinds, split_layers, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
 from megaaccum.model.sizes import padded_rows
+from megaaccum.schedule.registry import by_executor
 
 
 class PipelineRank(NamedTuple):
@@ -81,6 +82,8 @@ class MemoryModel:
     vocab_size: int
     """Entries of the vocabulary before padding."""
     kernels: Kernels = field(default_factory=Kernels)
+    split_kernels: Kernels | None = None
+    """The kernels under schedules that split backwards, if the backend has other layers there (`layers.choose`)."""
     usage: Usage = field(default_factory=Usage)
     states: dict[tuple[int, int], StateBytes] = field(default_factory=dict)
     """By (ZeRO stage, index of the sync mode)."""
@@ -154,15 +157,20 @@ class MemoryModel:
         here = PipelineRank(SCHEDULES[code], pp, vpp, rank)
         return self._of_rank(at, here, chunks, self._layer_bytes(at))[1]
 
+    def _kernels(self, at: Layouts) -> Kernels:
+        """The kernels of layouts of one schedule."""
+        return (by_executor(SCHEDULES[at.schedule[0]]) and self.split_kernels) or self.kernels
+
     def _gathered_until_w(self, at: Layouts, here: PipelineRank, chunks: list[Stage]) -> Any:
         """Transformer Engine gathers the inputs of a layer's two column-parallel matrices over tp in I and keeps them
         until W (2.20: delay_wgrad_compute), where local layers keep this rank's part alone."""
-        gathered = activations.gathered_input(self.model, at, self.kernels) * self.kernels.saved_input
-        if self.kernels.local or not np.any(gathered):
+        kernels = self._kernels(at)
+        gathered = activations.gathered_input(self.model, at, kernels) * kernels.saved_input
+        if kernels.local or not np.any(gathered):
             return 0.0
         layers = sum(chunk.layers for chunk in chunks) / len(chunks)
         owed = pipeline.owed(here.name, pp=here.pp, rank=here.rank, microbatches=at.num_microbatches)
-        return owed * layers * 2 * (1 - 1 / at.tp) * gathered / self.kernels.element
+        return owed * layers * 2 * (1 - 1 / at.tp) * gathered / kernels.element
 
     def stages(self, pp: int, vpp: int) -> list[Stage]:
         """The stages of a pipeline of `pp` ranks with `vpp` chunks each, in model order."""
@@ -179,8 +187,8 @@ class MemoryModel:
         others = others * (at.recompute == RECOMPUTE.index("full"))  # layers that are run again with one
         for kind in ("dense", "moe") if self.model.num_experts is not None else ("dense",):
             moe = kind == "moe"
-            out[kind] = activations.kept_per_layer(self.model, at, self.kernels, moe=moe)
-            again = activations.recomputed_at_once(self.model, at, self.kernels, moe=moe)
+            out[kind] = activations.kept_per_layer(self.model, at, self._kernels(at), moe=moe)
+            again = activations.recomputed_at_once(self.model, at, self._kernels(at), moe=moe)
             out[kind + " again"] = again + others * (again + out[kind])
         return out
 
@@ -217,12 +225,11 @@ class MemoryModel:
         gone = kinds["loss"] + np.min([zero + self._beyond_first(at, chunk, layers) for chunk in chunks], axis=0)
         kinds["workspace"] = np.maximum(zero, np.max([zero, *again], axis=0) - gone)
         kinds["workspace"] += self._weight_grads(at, chunks)
-        gathered = 2 * activations.gathered_input(self.model, at, self.kernels)
+        gathered = 2 * activations.gathered_input(self.model, at, self._kernels(at))
         bucket = np.minimum(self.bucket_elements, params.total) * self.bucket_bytes * self._bucket_copies(at)
         kinds["buffers"] = self.buffer_bytes + gathered + bucket + zero
         kinds["runtime"] = np.full(len(at), float(self.usage.runtime_bytes))
-        moving = kinds["activations"] + kinds["loss"] + kinds["workspace"]
-        kinds["margin"] = self.usage.fragmentation * moving
+        kinds["margin"] = self.usage.fragmentation * (kinds["activations"] + kinds["loss"] + kinds["workspace"])
         return held, kinds
 
     def _bucket_copies(self, at: Layouts) -> Any:
@@ -316,15 +323,15 @@ class MemoryModel:
         """Bytes that one micro-batch leaves in one chunk."""
         kept = self._in_layers(chunk, layers) + self._beyond_first(at, chunk, layers)
         if chunk.embedding:
-            kept = kept + activations.embedding(self.model, at, self.kernels)
+            kept = kept + activations.embedding(self.model, at, self._kernels(at))
         ends = (not chunk.embedding) + (not chunk.head)
         boundary = np.where(at.pp > 1, self.boundary_tensors * ends, 0.0)
-        return kept + boundary * activations.layer_input(self.model, at, self.kernels)
+        return kept + boundary * activations.layer_input(self.model, at, self._kernels(at))
 
     def _weight_grads(self, at: Layouts, chunks: list[Stage]) -> Any:
         """Gradients of weights beside those that are summed up: the largest until it is added, or one of each shape
         (`kept_weight_grads`). None for local layers, whose sum autograd writes itself."""
-        model, kernels = self.model, self.kernels
+        model, kernels = self.model, self._kernels(at)
         if kernels.local:
             return 0.0
         rows = padded_rows(model, self.vocab_size, at.tp)
@@ -346,4 +353,4 @@ class MemoryModel:
         """Logits are there for one micro-batch at a time: its backward follows its forward on the last stage."""
         heads = sum(chunk.head + chunk.prediction for chunk in chunks)
         rows = padded_rows(self.model, self.vocab_size, at.tp)
-        return heads * activations.loss(self.model, rows, at, self.kernels) + np.zeros(len(at))
+        return heads * activations.loss(self.model, rows, at, self._kernels(at)) + np.zeros(len(at))

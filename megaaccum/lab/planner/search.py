@@ -72,13 +72,12 @@ def search(workload: Workload, limits: Limits | None = None, *, rank: str = "def
     fits = memory.total <= workload.hardware.hbm_bytes
     if not fits.any():
         raise ConfigError(_closest_miss(workload, limits, layouts, memory))
-    kept = layouts.select(fits)
+    kept, memory = layouts.select(fits), _rows(memory, fits)
     time = workload.time_model(model).step(kept)
-    order, unbeaten = _order(kept, _rows(memory, fits), time, rank)
-    memory = _rows(_rows(memory, fits), order)
+    order, unbeaten = _order(kept, memory, time, rank)
     parts = {name: seconds[order] for name, seconds in time.by_part.items()}
     time = StepTime(time.total[order], parts, time.exposed[order], time.bubble[order])
-    return Ranked(kept.select(order), memory, time, len(layouts), workload, unbeaten)
+    return Ranked(kept.select(order), _rows(memory, order), time, len(layouts), workload, unbeaten)
 
 
 def accepted(workload: Workload, layouts: Layouts) -> Layouts:

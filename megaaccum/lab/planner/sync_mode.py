@@ -215,10 +215,8 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
         return
     left = limit.num_bytes - replace(forecast, plan=streaming).predict(footprint.chosen(streaming)).held
     live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
-    if plan.config.sharding.backend == "deepspeed" and live > 0:
-        yield _with(plan, sync="streaming", max_live_parameters=live)
-    else:
-        yield streaming
+    keeps_some = plan.config.sharding.backend == "deepspeed" and live > 0
+    yield _with(plan, sync="streaming", max_live_parameters=live) if keeps_some else streaming
 
 
 def _with(plan: Plan, **keys: object) -> Plan:
@@ -263,20 +261,21 @@ def _remedy(forecast: Forecast, limit: Limit) -> str:
         best = min(rows, key=lambda row: row.moved.total)
         return f"{best.mode} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
     smallest = min(legal, key=lambda row: row.held)
+    gpus = gpus_with(smallest.held - forecast.usage.runtime_bytes)
     return (
         f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
         " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
-        f" there is, at least {1.006 * smallest.held / GIB:.3g}: {gpus_with(smallest.held)}."
+        f" there is, at least {1.006 * smallest.held / GIB:.3g}: {gpus}."
     )
 
 
 def gpus_with(num_bytes: float) -> str:
-    """The GPUs of the hardware table that have this much memory, or that there is none."""
-    sizes = {name: load_hardware(name).hbm_bytes for name in names()}
-    if enough := [name for name, size in sizes.items() if size >= num_bytes]:
+    """The GPUs of the hardware table that have this much memory beside CUDA's and NCCL's, or that there is none."""
+    known = [load_hardware(name) for name in names()]
+    if enough := [each.name for each in known if each.hbm_bytes - each.usage.runtime_bytes >= num_bytes]:
         return f"of the known GPUs {', '.join(enough)} {'have' if len(enough) > 1 else 'has'} that"
-    largest = max(sizes, key=lambda name: sizes[name])
-    return f"no known GPU has that, the largest is {largest} with {sizes[largest] / GIB:.0f} GiB"
+    largest = max(known, key=lambda each: each.hbm_bytes)
+    return f"no known GPU has that, the largest is {largest.name} with {largest.hbm_bytes / GIB:.0f} GiB"
 
 
 def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
@@ -289,10 +288,9 @@ def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
 
 def _values(mode: ShardingMode) -> dict[str, object]:
     """The keys that name a sync mode."""
-    keys: dict[str, object] = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
-    if mode.backend == "deepspeed":
-        keys["zero_stage"] = mode.zero_stage
-    return keys | {"data_parallel_replicas": mode.replicas}
+    stage = {"zero_stage": mode.zero_stage} if mode.backend == "deepspeed" else {}
+    keys = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
+    return keys | stage | {"data_parallel_replicas": mode.replicas}
 
 
 def _keys(mode: ShardingMode) -> list[str]:

@@ -74,7 +74,8 @@ class Trials:
 
     def run(self, candidate: Candidate) -> Outcome:
         """Train `steps` steps of `candidate` in fresh processes."""
-        folder = self.folder / f"row_{candidate.row}"
+        # With its axes: another --fix ranks other layouts, in rows of the same numbers.
+        folder = self.folder / f"row_{candidate.row}_{candidate.name.replace(',', '_').replace('=', '')}"
         path = folder / "config.yaml"
         layout_config.write_config(self.config(candidate, folder), path, candidate.name)
         code, output = _run([*self.command, str(path)], self.time_limit)

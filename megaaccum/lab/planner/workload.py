@@ -40,7 +40,7 @@ class Workload:
     """A configuration whose layout is open, on a number of GPUs of a kind."""
 
     config: Config
-    """The configuration as it was read: nothing of it is derived."""
+    """The configuration as it was read, without its schedule: nothing of it is derived."""
     model: ModelConfig
     """Its model, with every key that can be derived filled in."""
     sharding: ShardingConfig
@@ -67,8 +67,8 @@ class Workload:
         return self.config.quantization.fp8_format is not None
 
     def layers(self, schedule: str | None = None) -> Layers:
-        """The layers of a GPU with Transformer Engine, as far as the configuration's precision and the schedule (None:
-        the configuration's own) allow them: FP32 is exact in local layers alone."""
+        """The layers of a GPU with Transformer Engine, as far as the configuration's precision, its backend and the
+        schedule (None: the configuration's own) allow them: FP32 is exact in local layers alone."""
         return on_a_gpu(replace(self.config, sharding=self.sharding), schedule)
 
     def candidates(self, limits: Limits) -> Candidates:
@@ -87,8 +87,9 @@ class Workload:
     def memory_model(self) -> MemoryModel:
         """Bytes per rank as megaaccum's own backend keeps them, for every layout."""
         config = replace(self.config, model=self.model, sharding=self.sharding)
-        modes = modes_of(self.sharding)
-        return memory_model(config, self.vocab_size, modes, made_of=self.layers(), usage=self.hardware.usage)
+        modes, usage = modes_of(self.sharding), self.hardware.usage
+        found = memory_model(config, self.vocab_size, modes, made_of=self.layers(), usage=usage)
+        return replace(found, split_kernels=kernels_of(config, self.layers("zb-h1")))
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
@@ -117,14 +118,15 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         ConfigError: the model's shape, the vocabulary or global_batch_size is missing, or nothing divides.
     """
     settled = copy.deepcopy(config)
-    problems: list[str] = []
     derive(settled, [])
     if config.sharding.memory_gib is not None:
         hardware = replace(hardware, hbm_bytes=config.sharding.memory_gib * GIB)
     model, batch = settled.model, settled.batch.global_batch_size or _batch_of(config, world_size)
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(model, name) < 1:
-            problems.append(f"{name} is required to plan; add it to the file, or give --{name} on the command line.")
+    problems = [
+        f"{name} is required to plan; add it to the file, or give --{name} on the command line."
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        if getattr(model, name) < 1
+    ]
     if batch is None:
         problems.append(
             "global_batch_size is required to plan: it is what the layouts divide; add it to the file, or give"
@@ -139,10 +141,10 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
         problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile, or the key world_size.")
     raise_problems(problems)
     assert batch is not None
-    config = replace(config, batch=replace(config.batch, global_batch_size=batch))
+    keys, layout = replace(config.batch, global_batch_size=batch), replace(config.parallel, schedule=None)
     return Workload(
-        config=config, model=model, sharding=settled.sharding, vocab_size=vocabulary(settled), world_size=world_size,
-        hardware=hardware, global_batch_size=batch,
+        config=replace(config, batch=keys, parallel=layout), model=model, sharding=settled.sharding,
+        vocab_size=vocabulary(settled), world_size=world_size, hardware=hardware, global_batch_size=batch,
     )  # fmt: skip
 
 
@@ -170,17 +172,16 @@ def vocabulary(config: Config) -> int:
         ) from None
 
 
-def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *, in_fp8: bool = False) -> Kernels:
+def kernels_of(config: Config, made_of: Layers) -> Kernels:
     """Kernels that decide what these layers keep. In FP8 the inputs of matrix products are kept in FP8."""
-    element = BYTES[sharding.params_dtype or "fp32"]
-    modules = frozenset(model.recompute_modules or ["core_attn"])
+    element = BYTES[config.sharding.params_dtype or "fp32"]
     return Kernels(
         element=int(element),
         local=made_of.local,
         on_gpu=made_of.on_gpu,
         flash=made_of.fused_attention,
-        matmul_element=1.0 if in_fp8 else None,
-        recompute_modules=modules,
+        matmul_element=None if config.quantization.fp8_format is None else 1.0,
+        recompute_modules=frozenset(config.model.recompute_modules or ["core_attn"]),
         # Megatron's vocabulary-parallel loss: the logits, FP32 exponentials, and the logits' gradient.
         logit_bytes=2 * element + 4.0,
     )
@@ -188,11 +189,10 @@ def kernels_of(model: ModelConfig, sharding: ShardingConfig, made_of: Layers, *,
 
 def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
     """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
-    name = sharding.backend
-    one = ShardingMode(backend=name, sync="resident", replicas=sharding.data_parallel_replicas)
+    one = ShardingMode(backend=sharding.backend, sync="resident", replicas=sharding.data_parallel_replicas)
+    streaming = [replace(one, sync="streaming", live=sharding.max_live_parameters)]
     resident = [replace(one, zero_stage=stage) for stage in range(4)]
-    streams = name in ("deepspeed", "fsdp2")
-    return resident + [replace(one, sync="streaming", live=sharding.max_live_parameters)] * streams
+    return resident + (streaming if one.backend in ("deepspeed", "fsdp2") else [])
 
 
 def memory_model(
@@ -222,7 +222,7 @@ def memory_model(
     return MemoryModel(
         model=model,
         vocab_size=padded_rows(model, vocab_size, sharding.reproducible_tensor_blocks or 1),
-        kernels=kernels_of(model, sharding, made_of, in_fp8=in_fp8),
+        kernels=kernels_of(config, made_of),
         usage=usage or Usage(),
         states={
             (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more, moments=moments)

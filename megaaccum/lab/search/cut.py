@@ -38,9 +38,9 @@ def tune_cut(profile: Profile, schedule: Schedule, *, limit: float | None = None
     It starts from the even cut and from one with even work, and moves a layer from one stage to another (those between
     pass one on) while that is faster. limit: of the profile's memory on every rank, all of
     activations, weights and optimizer counted. Raises ScheduleError, with what each rank needs, if no cut found
-    fits it. In a V further tokens are predicted on the last stage alone, with the head.
+    fits it. Further tokens are predicted on the last stage alone, with the head.
     """
-    joined = with_one_head(profile) if schedule.placement == "v" else profile
+    joined = with_one_head(profile)
     search = _Search(joined, schedule, limit, p2p)
     even = even_cut(joined, schedule.num_stages)
     best = min((search.descend(start) for start in dict.fromkeys((even, search.level(even)))), key=_rank)
@@ -136,7 +136,7 @@ def bound_of_cuts(profile: Profile, schedule: Schedule) -> float:
     """
     import numpy as np  # here: schedules are built and timed without it
 
-    layers, pp, placement = profile.layers, schedule.pp, schedule.placement
+    layers, pp, placement = with_one_head(profile).layers, schedule.pp, schedule.placement
     assert placement is not None, "only V and loop can be named"
     # An all-to-all counts as hidden: fused pairs may hide it.
     seconds = np.array([layer.seconds - 4 * layer.exchange for layer in layers]) * schedule.num_microbatches

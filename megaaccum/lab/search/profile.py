@@ -33,7 +33,7 @@ from megaaccum.errors import ScheduleError
 from megaaccum.schedule.exchange import Layer
 from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.simulate import Costs
-from megaaccum.texts import parse_json, read_text
+from megaaccum.texts import parse_json, read_text, write_text
 
 EMBEDDING, DENSE, EXPERTS, PREDICTION, HEAD = "E", "T", "X", "P", "L"
 """Kinds of layers: the embedding, first; with an MLP; with experts; multi-token prediction; final norm, head and loss,
@@ -203,7 +203,7 @@ def _from_content(content: dict[str, Any]) -> Profile:
 def write_profile(profile: Profile, path: str | Path, **notes: Any) -> None:
     """Write `profile` as JSON. notes: further keys (device, versions), which readers leave alone."""
     kinds = {kind: asdict(cost) for kind, cost in profile.kinds.items()}
-    Path(path).write_text(json.dumps(notes | {"pattern": profile.pattern, "kinds": kinds}, indent=1) + "\n")
+    write_text(path, json.dumps(notes | {"pattern": profile.pattern, "kinds": kinds}, indent=1) + "\n")
 
 
 _MEGATRON = {EMBEDDING: "E", DENSE: "t", EXPERTS: "t", PREDICTION: "m", HEAD: "L"}

@@ -95,7 +95,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def write(verdict: Verdict, path: Path) -> None:
-    """Write JSON, or with the suffix .png a picture."""
+    """Write JSON, or with the suffix .png a picture, in a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
         picture(verdict, path)
     else:

@@ -105,6 +105,7 @@ def save(drawn: Figure, path: Path) -> None:
     """Write a `figure` to `path`, as PNG, SVG or PDF by its ending. Raises ScheduleError for another ending, OSError
     where the file cannot be written."""
     check_format(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".new")
     drawn.savefig(aside, format=path.suffix[1:], dpi=150)
     os.replace(aside, path)

@@ -181,6 +181,8 @@ def test_memory_that_few_or_no_gpus_have_is_told() -> None:
     config = str(Path(TINY).with_name("llama3_405b.yaml"))
     assert re.search("more than an 80 GB GPU has: of the known GPUs .*b200,", run(config, world_size=128))
     assert "80 GB" not in run(str(Path(TINY).with_name("llama3_8b.yaml")), world_size=128)
+    experts = run(str(Path(TINY).with_name("mixtral_8x7b.yaml")), world_size=32)
+    assert "78.12 GiB is more than an 80 GB GPU has: of the known GPUs h100_96, h20, h200," in experts  # beside NCCL's
     with pytest.raises(ConfigError, match=r"memory_gib to what there is, at least \d+: of the known GPUs .*b200,"):
         run(config, ["--memory_gib", "80"], world_size=128)
     with pytest.raises(ConfigError, match=r"at least \d+: no known GPU has that, the largest is \w+ with \d+ GiB"):

@@ -333,7 +333,7 @@ def test_calibrate_writes_an_entry_that_plan_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "SIDES", (64, 128, 256))
-    file = tmp_path / "hardware.yaml"
+    file = tmp_path / "made" / "hardware.yaml"
     assert run(capsys, "calibrate", "here", "--seconds", "0.002", "--output", str(file))[0] == 0
     here = load_hardware("here", file=file)
     assert 0 < here.device.peak < 1e14

@@ -97,15 +97,23 @@ def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
     assert load("groups.yaml").parallel.microbatch_group_size_per_vp_stage == 4
 
 
-def test_a_cut_of_a_v_predicts_further_tokens_with_the_head(tmp_path, capsys):
-    """The word table is there: `check` refuses a cut with them on another stage."""
-    costs = '"forward_ms": {0}, "backward_ms": {0}, "weight_ms": {0}'.format('{"E": 1, "T": 2, "P": 4, "L": 6}')
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_a_cut_predicts_further_tokens_with_the_head(schedule, tmp_path, capsys):
+    """`check` refuses a cut with them on another stage, which would be faster here."""
+    costs = '"forward_ms": {0}, "backward_ms": {0}, "weight_ms": {0}'.format('{"E": 1, "T": 2, "P": 9, "L": 9}')
     (tmp_path / "p.json").write_text(f'{{"pattern": "ETTTTPL", {costs}}}')
     tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
     (tmp_path / "mtp.yaml").write_text(tiny.read_text().replace("model:", "model:\n  mtp_num_layers: 1"))
-    words = f"schedule --pp 2 -m 6 --schedule zbv --profile {tmp_path}/p.json --cut --no-timeline"
+    words = f"schedule --pp 2 -m 6 --schedule {schedule} --profile {tmp_path}/p.json --cut --no-timeline"
     run(capsys, f"{words} --config {tmp_path}/mtp.yaml --write {tmp_path}/run.yaml")
     assert load(tmp_path / "run.yaml").parallel.pipeline_model_parallel_layout.endswith("mL")
+
+
+def test_folders_of_what_is_written_are_made(tmp_path, capsys):
+    files = [tmp_path / folder / f"out{end}" for folder, end in (("a", ".png"), ("b", ".csv"), ("c", ".json"))]
+    png, csv, trace = map(str, files)
+    run(capsys, f"schedule --pp 2 -m 4 --schedule zbv --no-timeline --png {png} --csv {csv} --trace {trace}")
+    assert all(path.stat().st_size for path in files)
 
 
 def test_a_run_that_check_would_refuse_is_not_written(tmp_path, capsys):

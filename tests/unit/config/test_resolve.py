@@ -342,6 +342,7 @@ def test_prediction_layers_stay_together_and_last() -> None:
     keys = dict(position_embedding_type="rope", pipeline_model_parallel_size=2, mtp_num_layers=2)
     with pytest.raises(ConfigError, match="all m must be in one stage, not in 2"):
         plan(2, pipeline_model_parallel_layout="Et*8m|mL", **keys)
-    with pytest.raises(ConfigError, match="m must be in the last model chunk of its rank"):
-        plan(2, pipeline_model_parallel_layout="Et*4|t*4mm||L", **keys)
+    for apart in ("Et*4|t*4mm||L", "Et*4|t*4|mm|L", "Et*8mm|L"):  # ranks waited for each other under interleaved 1F1B
+        with pytest.raises(ConfigError, match=r"m must be in the last stage, .* move it there \(\.\.\.mL\)"):
+            plan(2, pipeline_model_parallel_layout=apart, **keys)
     plan(2, pipeline_model_parallel_layout="Et*4|t*4mmL", **keys)

@@ -97,6 +97,21 @@ def test_every_backend_is_planned(backend: str) -> None:
     assert ("streaming" in {found.name_of(index)["sync"] for index in range(len(found))}) == (backend == "fsdp2")
 
 
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
+def test_every_schedule_holds_what_check_says(backend: str) -> None:
+    """Under a split backward only DeepSpeed keeps Transformer Engine's layers; the file's own schedule says nothing."""
+    small = dict(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64, backend=backend)
+    work = workload(8, **small, schedule="zbv")
+    found = search(work, Limits(fixed=dict(pp=2, recompute="none")))
+    rows = {(at["schedule"], at["tp"]): (index, at) for index in range(len(found)) for at in [found.name_of(index)]}
+    assert {"1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"} <= {name for name, _ in rows}
+    for index, at in rows.values():
+        plan = layout_config.checked(work, at)
+        forecast = sync_mode.Forecast(plan, work.vocab_size, usage=work.hardware.usage)
+        held = forecast.predict(footprint.chosen(plan)).memory
+        assert {kind: size[index] for kind, size in found.memory.by_kind.items()} == pytest.approx(held), at
+
+
 def test_experts_may_be_cut_over_fewer_ranks_than_tp() -> None:
     work = workload(16, **EXPERTS)
     found = search(work, Limits(fixed=dict(tp=4, etp=2, pp=1, cp=1)), rank="time")
@@ -123,10 +138,13 @@ def test_parameters_that_stay_gathered_count_as_in_check() -> None:
     small = dict(num_layers=4, hidden_size=1024, ffn_hidden_size=4096, global_batch_size=64, vocab_size=1024)
     for live in (0, 30_000_000):
         work = workload(8, **small, max_live_parameters=live)
-        found = search(work, Limits(fixed=dict(tp=1, cp=1, pp=1, sync="streaming")))
-        plan = layout_config.checked(work, found.name_of(0))
-        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
-        assert found.memory.by_kind["parameters"][0] == pytest.approx(of_check.memory["parameters"]), live
+        found = search(work, Limits(fixed=dict(cp=1, sync="streaming")))
+        rows = {(at["tp"], at["pp"]): (index, at) for index in range(len(found)) for at in [found.name_of(index)]}
+        assert {(1, 1), (2, 1), (4, 1), (2, 2)} <= rows.keys()
+        for index, at in rows.values():
+            plan = layout_config.checked(work, at)
+            of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
+            assert found.memory.by_kind["parameters"][index] == pytest.approx(of_check.memory["parameters"]), at
 
 
 def test_a_written_plan_is_read_back_as_it_was(ranked: Ranked, tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_an_overflow_that_finds_the_loss_scale_drops_no_layout(trials_and_candid
     assert found.verdict == NOT_FINITE
 
 
+def test_rows_of_another_ranking_have_folders_of_their_own(trials_and_candidate, tmp_path: Path) -> None:
+    """`--fix` ranks other layouts, which begin at row 1 again: receipts and logs of the first tuning stay."""
+    trials, first = trials_and_candidate
+    other = replace(first, axes=search(trials.workload).name_of(1))
+    outcomes = [outcome_of((trials, each), tmp_path, STEADY) for each in (first, other)]
+    assert [each.verdict for each in outcomes] == [MEASURED, MEASURED]
+    assert all(Path(each.receipt).is_file() for each in outcomes)
+    assert outcomes[0].receipt != outcomes[1].receipt
+
+
 def test_a_longer_run_settles(trials_and_candidate, tmp_path: Path) -> None:
     """The fifth step's norm is far from the average of those before it; four steps do not show it."""
     assert outcome_of(trials_and_candidate, tmp_path, STEADY).verdict == MEASURED
