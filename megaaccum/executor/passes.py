@@ -112,8 +112,7 @@ class Backward:
     def hand_on(self, grad: torch.Tensor | None) -> None:
         """Send the input's gradient. A chunk that does not depend on its input (frozen, or a model's fault) sends
         zeros: others wait for it."""
-        received = self.saved.received
-        if received is not None:
+        if (received := self.saved.received) is not None:
             self.send(torch.zeros_like(received) if grad is None else grad)
 
 

@@ -307,8 +307,8 @@ def test_parameters_of_two_dtypes(backend, tmp_path):
 
 def over_two_stages(schedule: str) -> tuple[float, list[str]]:
     """The largest distance of a step's weights from torch's own where stages return transposed views, and give their
-    input no gradient in the first micro-batch; what is said of stages that return another dtype or shape, and of a
-    loss function that returns two values, by steps and evaluations, after which the engine continues."""
+    input no gradient in the first micro-batch; what is said of stages that return another dtype, shape or type, and of
+    a loss function that returns two values, by steps and evaluations, after which the engine continues."""
     import torch
 
     from megaaccum import Plan, initialize
@@ -352,7 +352,7 @@ def over_two_stages(schedule: str) -> tuple[float, list[str]]:
     sgd = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
     engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=sgd)
     errors = []
-    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3]):
+    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3], lambda x: (x, None)):
         Stage.returns = staticmethod(returns)
         errors += [said(lambda: engine.train_step(data)), said(lambda: engine.evaluate(data))]
     Stage.returns = staticmethod(lambda x: x)
@@ -376,7 +376,8 @@ def test_what_a_stage_returns(schedule):
     sent = "but stages send [sequence, micro-batch, hidden] = [5, 2, 8] of torch.float32"
     for distance, errors in run_ranks(over_two_stages, 2, schedule):
         assert distance < 1e-6
-        for error, found in zip(errors[:-1:2], ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]"), strict=True):
+        returned = ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]", "a tuple")
+        for error, found in zip(errors[:-1:2], returned, strict=True):
             assert f"chunk 0 returns {found}" in error and sent in error
         assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
         assert "but it returned 2 values" in errors[-1]
