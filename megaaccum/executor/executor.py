@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -279,12 +280,14 @@ class Flush:
         )
 
 
-def unfit(output: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def unfit(output: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Why a stage's output cannot be sent, or None if it can: a receive takes whatever bytes come."""
-    if output.dtype is dtype and output.shape == shape:
+    is_tensor = isinstance(output, torch.Tensor)
+    if is_tensor and output.dtype is dtype and output.shape == shape:
         return None
+    found = f"{list(output.shape)} of {output.dtype}" if is_tensor else f"a {type(output).__name__}"
     return (
-        f"returns {list(output.shape)} of {output.dtype}, but stages send [sequence, micro-batch, hidden] ="
+        f"returns {found}, but stages send [sequence, micro-batch, hidden] ="
         f" {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"
     )
 

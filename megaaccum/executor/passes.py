@@ -69,8 +69,7 @@ class Call:
         self.config = get_model_config(self.chunks[0])
         self.pg_collection = self.pg_collection or default_collection()
         self.backend = self.backend or getattr(self.chunks[0], "sharding_backend", None)
-        given = self.data_iterator
-        self.iterators = given if isinstance(given, Sequence) else [given]
+        self.iterators = self.data_iterator if isinstance(self.data_iterator, Sequence) else [self.data_iterator]
         if len(self.iterators) != len(self.chunks):
             raise ConfigError(
                 f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks: give a list with one per"
@@ -113,8 +112,7 @@ class Backward:
     def hand_on(self, grad: torch.Tensor | None) -> None:
         """Send the input's gradient. A chunk that does not depend on its input (frozen, or a model's fault) sends
         zeros: others wait for it."""
-        received = self.saved.received
-        if received is not None:
+        if (received := self.saved.received) is not None:
             self.send(torch.zeros_like(received) if grad is None else grad)
 
 
@@ -150,11 +148,9 @@ class ModulePasses:
         config, output = self._call.config, at.saved.output
         if at.grad is None and config.grad_scale_func is not None:
             output = config.grad_scale_func(output)
-        if not output.requires_grad:
-            pass
-        elif output.numel() == 1 and config.deallocate_pipeline_outputs:
+        if output.requires_grad and output.numel() == 1 and config.deallocate_pipeline_outputs:
             schedules.custom_backward(output, at.grad)
-        else:
+        elif output.requires_grad:
             torch.autograd.backward(output, grad_tensors=at.grad)
         at.hand_on(None if at.saved.received is None else at.saved.received.grad)
 
@@ -239,11 +235,10 @@ def _calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss on the last stage, where it is reported, and its tokens; the scales of side losses on every one."""
     model = call.chunks[at.chunk]
-    found: tuple[torch.Tensor, torch.Tensor] = schedules.forward_step_calc_loss(
+    return schedules.forward_step_calc_loss(  # type: ignore[no-any-return]
         model, output, loss_func, call.config, getattr(model, "vp_stage", None), call.collect_non_loss_data,
         call.num_microbatches, call.reports, call.pg_collection.cp.size(), at.last_stage,
     )  # fmt: skip
-    return found
 
 
 def _unwrapped(model: Any) -> Any:

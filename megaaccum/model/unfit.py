@@ -42,13 +42,16 @@ def module_problems(chunk: torch.nn.Module) -> list[str]:
 def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:
     """Parameters that no backend takes, that this one's library fails on, or would convert."""
     unfit: dict[str, list[str]] = {}
-    for name, param in params.items():
-        if why := _unfit(backend, param):
-            unfit.setdefault(why, []).append(name)
-    problems = [f"{listed(found)}: {why}" for why, found in unfit.items()]
-    first = dict[torch.dtype, str]()
+    first, in_memory = dict[torch.dtype, str](), dict[int, tuple[str, torch.nn.Parameter]]()
     for name, param in params.items():
         first.setdefault(param.dtype, name)
+        if not (why := _unfit(backend, param)):
+            other, there = in_memory.setdefault(param.data_ptr(), (name, param))
+            if there is not param and (there.requires_grad or param.requires_grad):
+                why = f"in the memory of {other}, of which a backend makes two; assign that parameter, not its .data"
+        if why:
+            unfit.setdefault(why, []).append(name)
+    problems = [f"{listed(found)}: {why}" for why, found in unfit.items()]
     if len(first) > 1 and backend in ("deepspeed", "fsdp2"):
         some = " and ".join(f"{name} in {_named(dtype)}" for dtype, name in first.items())
         problems.append(

@@ -207,8 +207,7 @@ class DdpBackend(AccumulatingBackend):
         return reduce(group, bucket)
 
     def begin_accumulation(self) -> None:
-        self._waiting, self._syncing, self._reduced = list(self._ddp), False, False
-        self._open = []
+        self._waiting, self._open, self._syncing, self._reduced = list(self._ddp), [], False, False
         self._arrived.clear()
         self.sums.clear()
         self.optimizer.zero_grad(set_to_none=True)

@@ -82,8 +82,7 @@ class ExpertTurns:
         if id(param) not in self._experts and (id(param) in self._place or not self._in_pieces):
             if self._experts:
                 self.finish_before(param)
-            self._done.add(id(param))
-            self._complete(param)
+            self.finish(param)
 
     def finish(self, param: torch.nn.Parameter) -> None:
         """Complete a parameter, unless it is."""

@@ -21,7 +21,7 @@ from megaaccum.config import Plan
 from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import gathered
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, FlushError
 from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim import owners
@@ -50,7 +50,7 @@ class Fsdp2Backend(ShardingBackend):
         self._streaming = sharding.sync == "streaming"
         self._splits = plan.layout.splits_backward
         self._waiting: list[FSDPModule] = []
-        whole = [param for _, param in names.named_parameters(chunks)]
+        whole = list(names.named_parameters(chunks))
         before = {id(param) for chunk in chunks for param in before_experts(chunk)}
         own_ranks = experts.has_own_ranks(plan)  # also of a stage without experts, whose divisor is another's, too
         self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
@@ -77,9 +77,11 @@ class Fsdp2Backend(ShardingBackend):
         fsdp2.watch(self._roots, self.memory.note)
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
-        shards = {id(param): shard for param, (_, shard) in zip(whole, self._parameters, strict=True)}
-        for param in whole:
+        shards = {id(param): shard for (_, param), (_, shard) in zip(whole, self._parameters, strict=True)}
+        for name, param in whole:
             vars(shards[id(param)]).update(vars(param))
+            if param.requires_grad:
+                param.register_hook(partial(_refuse_stale, name))
         before = {id(shards[key]) for key in before}
         hooked = self.sums.in_one_order
         self._weight_grads = [fsdp2.UnitWeightGrads(each, hooked=hooked, before_experts=before) for each in chunks]
@@ -293,8 +295,8 @@ class Fsdp2Backend(ShardingBackend):
         for name, param in self._parameters:
             if not param.requires_grad:
                 continue
-            if self.at_owners.takes(param) and param.grad is None:
-                param.grad = torch.zeros_like(param)
+            if param.grad is None and (self._streaming or self.at_owners.takes(param)):
+                param.grad = torch.zeros_like(param)  # streaming: no backward came by its layer, as under no_grad
             assert param.grad is not None, f"{name} has no gradient"
             grad = adam.own_tensor(param.grad).view(-1)
             yield GradShard(name, param, grad, fsdp2.first_element(param), _replica(param))
@@ -334,6 +336,15 @@ def _refuse_shared(chunk: torch.nn.Module, modules: list[torch.nn.Module]) -> No
                 f"backend fsdp2: {other} and {name} are one parameter, which fully_shard cannot cut into two layers, or"
                 " a layer and the rest of the model: set backend to deepspeed or ddp, or make them two parameters"
             )
+
+
+def _refuse_stale(name: str, grad: torch.Tensor) -> None:
+    """Raise FlushError for a gradient of a parameter whose place in the model a shard has taken: a forward has read it
+    by a reference from before, whose weight stays as it was."""
+    raise FlushError(
+        f"backend fsdp2 trains another parameter than this {name}, which a list or closure of before initialize holds:"
+        " read it as an attribute of its module, or set backend to deepspeed or ddp"
+    )
 
 
 def _replica(param: torch.nn.Parameter) -> int:

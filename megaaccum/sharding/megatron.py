@@ -48,13 +48,12 @@ class MegatronBackend(AccumulatingBackend):
                 f" {type(optimizer).__name__}: use torch.optim.AdamW, or set backend to deepspeed, fsdp2 or ddp"
             )
         super().__init__(plan, groups, chunks)
-        sharding = plan.config.sharding
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         megatron.reduce_scatter(self._reduce_to_owners if at_owners else None)
         self._ddp = [self._wrap(plan, groups, chunk, first=chunk is chunks[0]) for chunk in chunks]
         settings = OptimizerConfig(
             optimizer="lion" if is_lion else "adam",
-            bf16=sharding.bf16,
+            bf16=plan.config.sharding.bf16,
             fp16=False,
             use_distributed_optimizer=True,
             clip_grad=0.0,

@@ -35,8 +35,7 @@ class PartitionReducer:
     def __init__(
         self, group: dist.ProcessGroup, dtype: torch.dtype, *, order: Order | None, sums: AnyOrder | None = None
     ):
-        self._group = group
-        self._dtype = dtype
+        self._group, self._dtype = group, dtype
         self._order, self._sums = order, sums or AnyOrder()
         self._finish: Callable[[], None] | None = None
 

@@ -154,13 +154,12 @@ class StreamingBackend(DeepSpeedBackend):
     def _before_forward(self, unit: Unit) -> None:
         if self._recomputes_itself(unit):
             return
-        if not (pytorch.in_backward() and self._awaits_gradients()):
+        recomputes = pytorch.in_backward()
+        if not (recomputes and self._awaits_gradients()):
             self._end_backward()
-        if pytorch.in_backward():  # activation recompute
+        if recomputes:
             self._drop_recomputed()
-            self._acquire(unit, unit.before)
-        else:
-            self._acquire(unit, unit.after)
+        self._acquire(unit, unit.before if recomputes else unit.after)
 
     def _after_forward(self, unit: Unit, module: Any, args: Any, keys: Any, output: Any) -> None:
         """Have the unit gathered again before its backward, and release it unless that comes next (recompute). The

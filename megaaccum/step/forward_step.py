@@ -63,8 +63,7 @@ class ForwardStep:
         for begin in self._begin_forward:
             begin(*at)
         user: Any = self._batch.forward_step_func
-        keys = {"return_schedule_plan": True} if return_schedule_plan else {}
-        given = user(data_iterator, chunk, **keys)
+        given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
         if not isinstance(given, tuple | list) or len(given) != 2:
             raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
         output, loss_func = given
@@ -79,16 +78,15 @@ class ForwardStep:
             output.register_hook(lambda _grad: self._begins(at))
         return output, self.scaled_loss(index, at, loss_func)
 
-    def _as_sent(self, output: Any, number: int, index: int, config: Any) -> torch.Tensor:
+    def _as_sent(self, output: Any, number: int, index: int, config: Any) -> Any:
         """The contiguous `output` of a chunk. A receive takes whatever bytes come: of an output that is not what it
         expects it is given zeros, so that the flush continues, and all ranks raise after it."""
         shape, dtype = self._sent[index], config.pipeline_dtype
-        if not isinstance(output, torch.Tensor):
-            raise TypeError(f"chunk {number} has to return a tensor to send, but returned {type(output).__name__}")
         if (problem := unfit(output, shape, dtype)) is None:
             return output.contiguous()
         self._tally.problem = self._tally.problem or StepError(f"chunk {number} {problem}")
-        return output.new_zeros(shape, dtype=dtype) + _nothing(output)[0].to(dtype)
+        zero = _nothing(output)[0]
+        return zero.new_zeros(shape, dtype=dtype) + zero.to(dtype)
 
     def _begins(self, at: tuple[int, int]) -> None:
         """Announce the backward of a micro-batch through a chunk: it begins at the loss on the last stage, and

@@ -134,10 +134,5 @@ def noise_report(steps: TrainStep, verdict: Attempt) -> dict[str, float]:
     """The gradient noise scale, if it is asked for and the step counted."""
     if steps.noise_scale is None or verdict.skip:
         return {}
-    return steps.noise_scale.report(
-        verdict.noise,
-        norm=verdict.norm,
-        weight=verdict.weight,
-        factor=verdict.factor / steps.backend.reduction_divisor,
-        batch=steps.batch.global_batch_size,
-    )
+    factor, batch = verdict.factor / steps.backend.reduction_divisor, steps.batch.global_batch_size
+    return steps.noise_scale.report(verdict.noise, norm=verdict.norm, weight=verdict.weight, factor=factor, batch=batch)

@@ -181,8 +181,7 @@ class UnitTurns:
         for unit in self._all:
             unit.wait_for_unshard()  # of one that did not run
             if not torch.is_grad_enabled():  # no backwards of this forward are to come
-                before = [index for index in unit._post_forward_indices if index < self._first]
-                unit._post_forward_indices[:] = before
+                unit._post_forward_indices[:] = [at for at in unit._post_forward_indices if at < self._first]
 
     @staticmethod
     def _without_prefetch(unit: Any) -> None:

@@ -229,6 +229,15 @@ def when_added(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
 
     for group in _bucket_groups(ddp):
         group.register_grad_ready = lambda param, *_: call(param)
+    for _, param in bucketed(ddp) if ddp.ddp_config.overlap_grad_reduce else ():
+        param.register_post_accumulate_grad_hook(_complete)
+
+
+def _complete(param: torch.nn.Parameter) -> None:
+    """Give a parameter zeros of which a function's backward returned no gradient: Megatron's hook, which comes next,
+    raises without any where reductions overlap."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
 
 
 def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from megaaccum.errors import FlushError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine_inputs import batches, forward_step, said
 
@@ -60,6 +61,81 @@ def test_parameters_of_unusual_shapes(backend):
     assert {"layer.weight", "layer.bias", "turned", "pairs"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
+
+
+def without_gradients(kind: str, sharding: dict) -> str:
+    """The error of a step, or the names of parameters whose gradient is not torch's own, over two ranks: of a function
+    that gives its weight none in the last micro-batch of one rank, of outputs that are detached, or of a weight that is
+    read from a list."""
+    import copy
+
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, is_seen):
+            ctx.save_for_backward(x, weight)
+            ctx.is_seen = is_seen
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum((0, 1)) if ctx.is_seen else None, None
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+            self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+            self.held = [self.scale]
+
+        def forward(self, batch):
+            scale = self.held[0] if kind == "held" else self.scale
+            output = Scaled.apply(self.layers[0](batch), scale, kind != "none" or batch is not data[-1])
+            return output.detach() if kind == "detached" else output
+
+    model, data = Model(), batches(8)
+    reference = copy.deepcopy(model)
+    total = torch.stack([reference(batch).square().sum() for batch in data]).sum().div(4.0 * len(data))
+    if total.requires_grad:
+        total.backward()
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
+    batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
+    engine = initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    wrong = []
+
+    def compare() -> None:
+        for shard in engine.backend.shards():
+            whole = wanted[shard.name].reshape(-1)[shard.start :][: shard.grad.numel()]
+            if not torch.allclose(shard.grad.view(-1), whole, rtol=1e-4, atol=1e-6):
+                wrong.append(shard.name)
+
+    engine.backend.step = compare
+    try:
+        engine.train_step(data[torch.distributed.get_rank() :: 2])
+    except FlushError as error:
+        return str(error)
+    return ", ".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "sharding", [dict(backend="megatron"), dict(backend="fsdp2", sync="streaming"), dict()], ids=str
+)
+@pytest.mark.parametrize("kind", ["none", "detached"])
+def test_parameters_that_get_no_gradient(kind, sharding):
+    assert run_ranks(without_gradients, 2, kind, sharding) == ["", ""]
+
+
+def test_a_parameter_that_a_list_holds():
+    """FSDP2 trains another one in its place."""
+    for text in run_ranks(without_gradients, 2, "held", dict(backend="fsdp2")):
+        assert text.startswith("backend fsdp2 trains another parameter than this scale, which a list")
+    assert run_ranks(without_gradients, 2, "held", dict(zero_stage=3)) == ["", ""]
 
 
 def with_a_running_mean(folder: str) -> tuple[list[str], float, float, str]:
@@ -231,8 +307,8 @@ def test_parameters_of_two_dtypes(backend, tmp_path):
 
 def over_two_stages(schedule: str) -> tuple[float, list[str]]:
     """The largest distance of a step's weights from torch's own where stages return transposed views, and give their
-    input no gradient in the first micro-batch; what is said of stages that return another dtype or shape, and of a
-    loss function that returns two values, by steps and evaluations, after which the engine continues."""
+    input no gradient in the first micro-batch; what is said of stages that return another dtype, shape or type, and of
+    a loss function that returns two values, by steps and evaluations, after which the engine continues."""
     import torch
 
     from megaaccum import Plan, initialize
@@ -276,7 +352,7 @@ def over_two_stages(schedule: str) -> tuple[float, list[str]]:
     sgd = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
     engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=sgd)
     errors = []
-    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3]):
+    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3], lambda x: (x, None)):
         Stage.returns = staticmethod(returns)
         errors += [said(lambda: engine.train_step(data)), said(lambda: engine.evaluate(data))]
     Stage.returns = staticmethod(lambda x: x)
@@ -300,7 +376,8 @@ def test_what_a_stage_returns(schedule):
     sent = "but stages send [sequence, micro-batch, hidden] = [5, 2, 8] of torch.float32"
     for distance, errors in run_ranks(over_two_stages, 2, schedule):
         assert distance < 1e-6
-        for error, found in zip(errors[:-1:2], ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]"), strict=True):
+        returned = ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]", "a tuple")
+        for error, found in zip(errors[:-1:2], returned, strict=True):
             assert f"chunk 0 returns {found}" in error and sent in error
         assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
         assert "but it returned 2 values" in errors[-1]

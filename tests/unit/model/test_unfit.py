@@ -37,6 +37,17 @@ def of(*shape: int, **keys) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(shape, **keys))
 
 
+def test_two_parameters_in_one_memory():
+    """A tie by `.data`: every backend makes two of it. Parts of one tensor are apart, and a tie of itself is one."""
+    one, flat = of(4), torch.ones(8)
+    two, frozen = torch.nn.Parameter(one.data), torch.nn.Parameter(one.data, requires_grad=False)
+    apart = {"up": torch.nn.Parameter(flat[:4]), "down": torch.nn.Parameter(flat[4:])}
+    words = "in the memory of one, of which a backend makes two; assign that parameter, not its .data"
+    for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
+        assert parameter_problems(backend, {"one": one, "two": two, "frozen": frozen}) == [f"two, frozen: {words}"]
+        assert parameter_problems(backend, {"one": one, "again": one, **apart}) == []
+
+
 @pytest.mark.parametrize(
     ("param", "words", "taken_by"),
     [
