@@ -57,10 +57,7 @@ class FusedAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
-        if config.window_size is not None or config.softmax_type != "vanilla":
-            raise ConfigError(
-                "torch's fused attention has no window_size and no softmax_type: set attention_backend to unfused."
-            )
+        assert config.window_size is None and config.softmax_type == "vanilla", config  # check_machine
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._scale = softmax_scale
         self._cp = pg_collection.cp

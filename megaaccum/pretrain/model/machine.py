@@ -93,7 +93,7 @@ def _with_te(plan: Plan) -> Iterator[str]:
 
 def _without_te(plan: Plan) -> Iterator[str]:
     """Problems of Megatron-core 0.19's own layers."""
-    model = plan.config.model
+    model, cp = plan.config.model, plan.layout.cp
     why = "no GPU, or no Transformer Engine: `megaaccum doctor` says which"
     if model.transformer_impl == "auto" and (dtype := plan.config.sharding.params_dtype) in ("fp32", "fp64"):
         why = f"params_dtype is {dtype}, or {why}"
@@ -103,8 +103,11 @@ def _without_te(plan: Plan) -> Iterator[str]:
             yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."
     if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
         yield f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, but {here}."
-    if plan.layout.cp > 1 and (whole := {"window_size", "softmax_type"} & plan.config.megatron.keys()):
-        yield f"context_parallel_size {plan.layout.cp} with {', '.join(whole)} needs Transformer Engine, but {here}."
+    plain = {"window_size": None, "softmax_type": "vanilla"}
+    whole = ", ".join(name for name, value in plain.items() if plan.config.megatron.get(name, value) != value)
+    if whole and (cp > 1 or layer_kind(plan).fused_attention):
+        asked = f"context_parallel_size {cp}" if cp > 1 else f"attention_backend {model.attention_backend}"
+        yield f"{asked} with {whole} needs Transformer Engine, but {here}. Leave {asked.split()[0]} out."
     recomputed = recompute_gradients.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         yield (

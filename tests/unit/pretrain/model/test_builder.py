@@ -153,6 +153,15 @@ def test_windows_of_sequences_that_are_cut_need_transformer_engine():
         machine.check_machine(resolve(keys, world_size=2))
 
 
+def test_windows_and_offsets_of_the_softmax_have_no_fused_attention_of_torchs():
+    """A model that is built says so in the words of the module that builds it."""
+    for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
+        with pytest.raises(ConfigError, match=f"attention_backend fused with {next(iter(fields))} needs Transformer"):
+            machine.check_machine(plan_with(fields, attention_backend="fused"))
+    for fields in ({"window_size": None}, {"softmax_type": "vanilla"}):
+        machine.check_machine(plan_with(fields, attention_backend="fused"))
+
+
 def test_windows_and_offsets_of_the_softmax_keep_megatrons_own_attention():
     assert layers.choose(plan_with({}).config, has_te=False, on_gpu=True).fused_attention
     for fields in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
