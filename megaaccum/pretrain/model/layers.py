@@ -38,12 +38,16 @@ def choose(config: Config, *, has_te: bool, on_gpu: bool, splits: bool | None = 
     if _uses_te(config, splits, has_te):
         fused = model.attention_backend != "unfused"
         return Layers(impl="transformer_engine", fused_attention=fused, delays_wgrad=splits, on_gpu=on_gpu)
-    # Windows, and softmaxes with an offset, are made of whole scores by Megatron's own core of attention.
-    whole = bool(config.megatron.keys() & {"window_size", "softmax_type"})
     cut = max(config.parallel.context_parallel_size, config.sharding.reproducible_context_blocks or 1) > 1
-    wanted = "fused" if (on_gpu or cut) and not whole else "unfused"
+    wanted = "fused" if (on_gpu or cut) and not of_whole_scores(config) else "unfused"
     asked = model.attention_backend if model.attention_backend != "auto" else wanted
     return Layers(impl="local", fused_attention=asked != "unfused", on_gpu=on_gpu)
+
+
+def of_whole_scores(config: Config) -> list[str]:
+    """The keys of windows, and of softmaxes with an offset, which local layers make of whole scores alone."""
+    plain = {"window_size": None, "softmax_type": "vanilla"}
+    return [name for name, value in plain.items() if config.megatron.get(name, value) != value]
 
 
 def _uses_te(config: Config, splits: bool, has_te: bool) -> bool:

@@ -103,11 +103,9 @@ def _without_te(plan: Plan) -> Iterator[str]:
             yield f"{name} is a kernel of Transformer Engine's layers, but {here}. Leave it out."
     if kernels := {"hybrid_layer_pattern", "experimental_attention_variant"} & plan.config.megatron.keys():
         yield f"{', '.join(sorted(kernels))} needs a GPU with Transformer Engine's layers, but {here}."
-    plain = {"window_size": None, "softmax_type": "vanilla"}
-    whole = ", ".join(name for name, value in plain.items() if plan.config.megatron.get(name, value) != value)
-    if whole and (cp > 1 or layer_kind(plan).fused_attention):
-        asked = f"context_parallel_size {cp}" if cp > 1 else f"attention_backend {model.attention_backend}"
-        yield f"{asked} with {whole} needs Transformer Engine, but {here}. Leave {asked.split()[0]} out."
+    if (whole := layers.of_whole_scores(plan.config)) and (cp > 1 or layer_kind(plan).fused_attention):
+        key, at = ("context_parallel_size", cp) if cp > 1 else ("attention_backend", model.attention_backend)
+        yield f"{key} {at} with {', '.join(whole)} needs Transformer Engine, but {here}. Leave {key} out."
     recomputed = recompute_gradients.WITHOUT_OUTPUT & set(model.recompute_modules or ())
     if model.recompute_granularity == "selective" and recomputed:
         yield (

@@ -16,6 +16,13 @@ from megaaccum.pretrain.interop.load import load
 from tests.support.check import run
 from tests.support.configs import SMALL, plan
 
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
+    " --tokenizer-type NullTokenizer"
+)
+"""Megatron's, beside which a JSON may stand."""
+
 
 def problems(block: dict[str, object], **others: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -308,11 +315,7 @@ def test_a_norm_that_nothing_clips_is_deepspeeds() -> None:
 def test_a_flag_that_clips_is_told_when_the_json_does_not(tmp_path: Path) -> None:
     """Megatron-DeepSpeed gives --clip-grad to no optimizer under DeepSpeed, which clips by its JSON alone."""
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    flags = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
-        " --tokenizer-type NullTokenizer --deepspeed --deepspeed_config ds.json"
-    )
+    flags = f"{FLAGS} --deepspeed --deepspeed_config ds.json"
     (tmp_path / "flags.txt").write_text(flags)
     assert load(tmp_path / "flags.txt").optimizer.clip_grad == 0.0
     (tmp_path / "flags.txt").write_text(f"{flags} --clip-grad 0.5")
@@ -365,11 +368,7 @@ def test_a_linear_decay_ends_where_its_warmup_began_as_deepspeeds_does() -> None
 def test_a_loss_scale_of_the_flags_gives_way_to_that_of_the_json(tmp_path: Path) -> None:
     """Megatron-DeepSpeed gives --loss-scale to no optimizer under DeepSpeed, which scales by its JSON alone."""
     (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 11}}')
-    flags = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data --fp16"
-        " --tokenizer-type NullTokenizer --loss-scale 12 --hysteresis 5"
-    )
+    flags = f"{FLAGS} --fp16 --loss-scale 12 --hysteresis 5"
     (tmp_path / "flags.txt").write_text(f"{flags} --deepspeed --deepspeed_config ds.json")
     config = load(tmp_path / "flags.txt")
     step = resolve(config, world_size=1).config.step
@@ -455,12 +454,7 @@ def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: 
 
     block = {**adam(lr=1.5e-4, max_grad_norm=1.0), "scheduler": {"type": "OneCycle"}, "steps_per_print": 5}
     (tmp_path / "ds.json").write_text(json.dumps(block))
-    flags = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-        " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --mock-data"
-        " --tokenizer-type NullTokenizer --deepspeed --deepspeed_config ds.json --zero-stage 0"
-    )
-    (tmp_path / "flags.txt").write_text(flags)
+    (tmp_path / "flags.txt").write_text(f"{FLAGS} --deepspeed --deepspeed_config ds.json --zero-stage 0")
     config = load(tmp_path / "flags.txt")
     assert config.optimizer.lr == 1e-3
     assert len([note for note in config.notes if "is set aside: the flags are Megatron's" in note]) == 2

@@ -151,6 +151,10 @@ def test_windows_of_sequences_that_are_cut_need_transformer_engine():
     keys.megatron = {"window_size": (4, 0)}
     with pytest.raises(ConfigError, match="context_parallel_size 2 with window_size needs Transformer Engine, but"):
         machine.check_machine(resolve(keys, world_size=2))
+    keys.megatron = {"softmax_type": "vanilla"}  # written out, it asks for nothing
+    asked = resolve(keys, world_size=2)
+    machine.check_machine(asked)
+    assert layers.choose(asked.config, has_te=False, on_gpu=False).fused_attention
 
 
 def test_windows_and_offsets_of_the_softmax_have_no_fused_attention_of_torchs():
