@@ -156,6 +156,14 @@ def test_the_same_command_goes_on_with_what_began_from_another_run(tmp_path, key
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_a_run_that_is_over_has_nothing_to_verify(tmp_path):
+    """No sample comes after its last one."""
+    run = f"{RUN}--lr 1e-2 --output_dir {tmp_path} "
+    other = f"{run}--seed 5 --override data"
+    assert start(f"{run}--max_steps 2", other, f"{other} --verify_at_start true --eval_interval 0") == [""] * 3
+    assert receipts.read_all(tmp_path)[-1]["outcome"]["text"] == "Nothing left to do after step 6 of 6"
+
+
 def test_a_text_is_sampled_after_other_data(tmp_path):
     """The samples of a resumed run begin where it does, and its first has another number."""
     tokenizer = with_tokenizer(tmp_path / "words.json", "w")

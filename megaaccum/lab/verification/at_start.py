@@ -46,9 +46,10 @@ _BLOCK = 1 << 19
 
 
 def is_due(engine: Engine) -> bool:
-    """Whether this start has to be verified: the run asks for it and has not been verified in this layout."""
+    """Whether this start has to be verified: the run asks for it, has a step left, and has not been verified in this
+    layout."""
     asks = verifies_start(engine.plan.config, on_gpu=cpu.has_accelerator())
-    return asks and engine.verified != layout_of(engine.plan)
+    return asks and engine.step < engine.plan.config.run.train_iters and engine.verified != layout_of(engine.plan)
 
 
 def layout_of(plan: Plan) -> str:
