@@ -128,6 +128,11 @@ def test_a_start_ends_after_the_step_and_not_after_an_attempt_that_is_retried(tm
     assert outcome(tmp_path) == "Stopped by exit_interval or exit_duration_in_mins after step 1"
 
 
+def test_a_run_whose_last_step_is_one_to_exit_after_is_done(tmp_path):
+    assert start(f"{RUN}--lr 1e-2 --output_dir {tmp_path} --train_iters 2 --exit_interval 2") == [""]
+    assert outcome(tmp_path) == "Done"
+
+
 @pytest.mark.parametrize("key", ["no_load_optim", "reset_iteration"])
 def test_what_began_with_another_count_of_updates_goes_on_with_it(tmp_path, key):
     """Adam's count is of the moments that it has, and not of the run's steps."""

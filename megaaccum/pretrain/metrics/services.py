@@ -23,7 +23,8 @@ class Services:
 
     Events have the step as their x. After a resume every service shows each step once: CSV files lose the rows after
     the checkpoint, TensorBoard hides them, and Weights & Biases continues the run of `output_dir` (or that of
-    WANDB_RUN_ID).
+    WANDB_RUN_ID). Of a run that begins at step 0 again CSV files are moved aside, TensorBoard hides all, and Weights &
+    Biases begins another.
     """
 
     def __init__(self, config: Config, *, start_step: int, lost: Callable[[str], None]):
@@ -109,8 +110,8 @@ class _TensorBoard(_Service):
     def __init__(self, config: Config, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events after the checkpoint are of steps that are repeated.
-        purge_step = start_step + 1 if start_step else None
+        # Events after the checkpoint are of steps that are repeated; without one all are, with the evaluation before.
+        purge_step = start_step + 1 if start_step else 0
         self._writer = SummaryWriter(str(_folder(config, "tensorboard")), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -35,7 +35,7 @@ def train(plan: Plan, advisor: Advisor) -> int:
             run.report(result, batch)
             run.evaluate(result)
             run.save(result)
-            if result.stop:
+            if result.stop and engine.step < run.last_step:
                 run.outcome = run.why_stopped()
                 break
     run.close()

@@ -52,6 +52,19 @@ def test_tensorboard_and_csv_hold_each_step_once_after_a_resume(tmp_path):
     assert "train/tokens_per_second" in events.Tags()["scalars"]
 
 
+def test_tensorboard_holds_each_step_once_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
+    for loss in (1.0, 2.0):
+        log = opened(tmp_path, tensorboard_dir=str(tmp_path / "tb"), log_interval=1)
+        log.evaluation(dict(step=0, loss=loss))
+        log.step(step(1, loss=loss))
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [[(e.step, e.value) for e in events.Scalars(f"{kind}/loss")] for kind in ("valid", "train")] == [
+        [(0, 2.0)],
+        [(1, 2.0)],
+    ]
+
+
 class FakeRun:
     """W&B itself needs an account; this takes its calls."""
 
