@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ class Files:
     def _make_empty(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in [path for path in self._folder.iterdir() if path.suffix == ".tmp" and _NAME.fullmatch(path.stem)]:
-            # Of a run that was killed while it wrote. It is removed if it holds nothing else.
+            # Of a run that was killed while it wrote or removed. It is removed if it holds nothing else.
             is_folder = left.is_dir() and not left.is_symlink()
             if is_folder and all(_WRITTEN.fullmatch(path.name) for path in left.iterdir()):
                 shutil.rmtree(left, ignore_errors=True)
@@ -226,23 +227,22 @@ class Files:
         sync(self._folder)  # so that after a power failure `latest` never names a folder that is missing
         replace_text(self._folder / "latest", self.target.name + "\n")
         others = [path for path in _entries(self._folder) if path != self.target and not path.is_symlink()]
-        same_step = [path for path in others if step_of(path) == self._progress.step and _is_ours(path)]
-        surplus: list[Path] = []
+        surplus = [path for path in others if step_of(path) == self._progress.step and _is_ours(path)]
         if self._keep_last > 0:
             step, retain = self._progress.step, self._retain
             older = [path for path in others if step_of(path) != step and (retain is None or step_of(path) % retain)]
             older = [path for path in older if _is_ours(path)]
             # Those of later steps first, from which this run does not come, then the earliest.
             older.sort(key=lambda path: (step_of(path) < step, *_order(path)))
-            surplus = older[: max(0, len(older) - self._keep_last + 1)]
-        for folder in same_step + surplus:
-            shutil.rmtree(folder, ignore_errors=True)
+            surplus += older[: max(0, len(older) - self._keep_last + 1)]
+        for folder in surplus:
+            with suppress(OSError):  # renamed like a killed save's, so that the next save removes what a kill leaves
+                shutil.rmtree(folder.rename(folder.with_suffix(".tmp")), ignore_errors=True)
 
 
 def cause(error: BaseException) -> str:
     """The one line of an error that a user can act on, out of the tracebacks of all ranks that torch collects."""
-    failures = getattr(error, "failures", None)
-    if failures:
+    if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")

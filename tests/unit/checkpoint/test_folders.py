@@ -110,6 +110,23 @@ def test_what_a_killed_save_left_is_removed_and_anything_else_moved_aside(tmp_pa
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_what_a_killed_removal_left_is_removed(tmp_path, monkeypatch):
+    """The record may be the first file to go; without one nothing tells what the others are."""
+
+    def is_killed(path: Path, **_: object) -> None:
+        (path / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    save(tmp_path, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.shutil, "rmtree", is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 20, keep_last=1)
+    assert latest(tmp_path) == tmp_path / "step_0000020"
+    save(tmp_path, 30, keep_last=1)
+    assert names(tmp_path) == ["step_0000030"]
+
+
 def test_planted_links_lead_nowhere(tmp_path):
     (precious := tmp_path / "precious").write_text("precious")
     (folder := tmp_path / "run").mkdir()
