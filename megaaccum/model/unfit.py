@@ -12,6 +12,13 @@ from megaaccum.upstream import pytorch
 _DRIVERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 """Classes that reduce gradients or cut parameters themselves; Megatron's have the names of torch's."""
 
+_OF_EMBEDDINGS = {
+    "sparse": (False, "has sparse gradients, which no backend reduces"),
+    "max_norm": (None, "changes its weight in every forward, so that the step depends on how the batch is cut"),
+    "scale_grad_by_freq": (False, "divides by a micro-batch's counts: the step depends on how the batch is cut"),
+}
+"""Options of embeddings that no accumulated step can have: their value without, and the reason."""
+
 
 def module_problems(chunk: torch.nn.Module) -> list[str]:
     """An error text for each module that another library drives, or whose gradient no accumulation makes."""
@@ -28,14 +35,9 @@ def module_problems(chunk: torch.nn.Module) -> list[str]:
                 f"{called} takes statistics of each micro-batch, which no accumulation makes those of the full batch:"
                 " replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
             )
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            if module.sparse:
-                problems.append(f"{called} has sparse gradients, which no backend reduces: build it with sparse=False")
-            if module.max_norm is not None:
-                problems.append(
-                    f"{called} changes its weight in every forward, so that the step depends on how the batch is cut:"
-                    " build it with max_norm=None"
-                )
+        for key, (off, why) in _OF_EMBEDDINGS.items():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and getattr(module, key) != off:
+                problems.append(f"{called} {why}: build it with {key}={off}")
     return problems
 
 
