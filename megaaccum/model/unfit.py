@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -20,25 +22,23 @@ _OF_EMBEDDINGS = {
 """Options of embeddings that no accumulated step can have: their value without, and the reason."""
 
 
-def module_problems(chunk: torch.nn.Module) -> list[str]:
+def module_problems(chunk: torch.nn.Module) -> Iterator[str]:
     """An error text for each module that another library drives, or whose gradient no accumulation makes."""
-    problems = []
     for name, module in chunk.named_modules():
         called = f"{name or 'the model'} ({type(module).__name__})"
         if not _DRIVERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
-            problems.append(
+            yield (
                 f"{called} reduces gradients or cuts parameters already: give the module that it was made of, and set"
                 " the plan's sharding"
             )
         if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True):
-            problems.append(
+            yield (
                 f"{called} takes statistics of each micro-batch, which no accumulation makes those of the full batch:"
                 " replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
             )
         for key, (off, why) in _OF_EMBEDDINGS.items():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and getattr(module, key) != off:
-                problems.append(f"{called} {why}: build it with {key}={off}")
-    return problems
+                yield f"{called} {why}: build it with {key}={off}"
 
 
 def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:

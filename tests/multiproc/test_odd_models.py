@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaaccum.errors import ConfigError, FlushError
+from megaaccum.errors import ConfigError, FlushError, StepError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import huggingface as hf
 
@@ -411,14 +411,20 @@ def test_gradients_of_the_users_own_backwards_are_no_part_of_a_step(backend: str
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def with_a_penalty(backend: str, sync: str) -> float | str:
+def with_a_penalty(backend: str, sync: str, by: str = "grad") -> float | str:
     """How far a step's norm is from that of one process, if a forward adds the gradient of its output; or the error."""
     import torch
 
     def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
         x = next(data_iterator).requires_grad_()
         out = torch.tanh(chunk(x))
-        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        if by == "backward":
+            out.square().sum().backward(retain_graph=True)
+            slope = x.grad
+        elif by == "func":
+            slope = torch.func.grad(lambda at: torch.tanh(at).square().sum())(x)
+        else:
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         return out + slope, lambda out: (out.square().sum(), LENGTH, {})
 
     made = torch.nn.Linear(WIDTH, WIDTH)
@@ -428,7 +434,7 @@ def with_a_penalty(backend: str, sync: str) -> float | str:
     engine = engine_on(plan_of(sharding=dict(backend=backend, sync=sync)), made, forward_step_func=step)
     try:
         return abs(engine.train_step(data()).grad_norm / float(norm) - 1)
-    except FlushError as error:
+    except (FlushError, StepError) as error:
         return str(error)
 
 
@@ -437,3 +443,11 @@ def test_a_second_derivative_is_right_or_refused(sync: str):
     """FSDP2 releases a weight after the first: torch's error was of a storage out of bounds."""
     assert "takes no create_graph" in run_ranks(with_a_penalty, 1, "fsdp2", sync)[0]
     assert sync == "streaming" or run_ranks(with_a_penalty, 1, "ddp", sync)[0] < 1e-5
+
+
+@pytest.mark.parametrize(("backend", "sync"), [("deepspeed", "resident"), ("fsdp2", "streaming"), ("ddp", "resident")])
+def test_derivatives_of_the_users_own_inside_a_forward(backend: str, sync: str):
+    """A backward adds to gradients that the step divides, if it divides them; torch.func refuses hooks on what is
+    saved, by which the first step on a CPU counts activations."""
+    assert "a backward inside the forward adds to" in run_ranks(with_a_penalty, 1, backend, sync, "backward")[0]
+    assert run_ranks(with_a_penalty, 1, backend, sync, "func")[0] < 1e-5
