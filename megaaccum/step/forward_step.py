@@ -72,8 +72,7 @@ class ForwardStep:
             raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
         output, loss_func = given
         if self._sent and number != self._last and not return_schedule_plan:
-            output = self._as_sent(output, number, index, chunk.config)
-        output = pytorch.without_base(output)
+            output = pytorch.without_base(self._as_sent(output, number, index, chunk.config))
         for end in self._end_forward:
             end(*at, output)
         if return_schedule_plan:
