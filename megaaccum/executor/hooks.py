@@ -49,12 +49,11 @@ class Hooks:
 
     def before_weight_grad(self, action: Action) -> None:
         last = self._last_weight_grad[action.chunk] == action.microbatch
+        self._expect(final=last)
         if self._backend is not None:
             self._backend.sums.begin_weight_grad(action.microbatch)
             if last:
                 self._backend.memory.measure(self._backend.tensors)  # the most sums that wait, of gradients W brings
-        self._expect(final=last)
-        if self._backend is not None:
             self._backend.before_weight_grad(action.chunk, last)
 
     def after_weight_grad(self, action: Action) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -12,31 +14,31 @@ from megaaccum.upstream import pytorch
 _DRIVERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 """Classes that reduce gradients or cut parameters themselves; Megatron's have the names of torch's."""
 
+_OF_EMBEDDINGS = {
+    "sparse": (False, "has sparse gradients, which no backend reduces"),
+    "max_norm": (None, "changes its weight in every forward, so that the step depends on how the batch is cut"),
+    "scale_grad_by_freq": (False, "divides by a micro-batch's counts: the step depends on how the batch is cut"),
+}
+"""Options of embeddings that no accumulated step can have: their value without, and the reason."""
 
-def module_problems(chunk: torch.nn.Module) -> list[str]:
+
+def module_problems(chunk: torch.nn.Module) -> Iterator[str]:
     """An error text for each module that another library drives, or whose gradient no accumulation makes."""
-    problems = []
     for name, module in chunk.named_modules():
         called = f"{name or 'the model'} ({type(module).__name__})"
         if not _DRIVERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
-            problems.append(
+            yield (
                 f"{called} reduces gradients or cuts parameters already: give the module that it was made of, and set"
                 " the plan's sharding"
             )
         if hasattr(module, "running_mean") and getattr(module, "track_running_stats", True):
-            problems.append(
+            yield (
                 f"{called} takes statistics of each micro-batch, which no accumulation makes those of the full batch:"
                 " replace it by a norm over features (LayerNorm, RMSNorm, GroupNorm)"
             )
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            if module.sparse:
-                problems.append(f"{called} has sparse gradients, which no backend reduces: build it with sparse=False")
-            if module.max_norm is not None:
-                problems.append(
-                    f"{called} changes its weight in every forward, so that the step depends on how the batch is cut:"
-                    " build it with max_norm=None"
-                )
-    return problems
+        for key, (off, why) in _OF_EMBEDDINGS.items():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and getattr(module, key) != off:
+                yield f"{called} {why}: build it with {key}={off}"
 
 
 def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,22 +25,18 @@ class ChangingBuffers:
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         if chunk in self._waiting:
-            self._before = {name: each.clone() for name, each in self._buffers(chunk)}
+            self._before = {name: each.clone() for name, each in names.named_buffers([self._chunks[chunk]])}
 
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
         if chunk not in self._waiting:
             return
         self._waiting.remove(chunk)
         before, self._before = self._before, {}
-        changed = [
-            name for name, each in self._buffers(chunk) if name in before and not torch.equal(each, before[name])
-        ]
+        after = names.named_buffers([self._chunks[chunk]])
+        changed = [name for name, each in after if name in before and not torch.equal(each, before[name])]
         if changed:
             warnings.warn(
                 f"the forward of a micro-batch changes {listed(changed)}: steps depend on how the batch is cut into"
                 " micro-batches and over ranks, each of which has values of its own",
                 stacklevel=2,
             )
-
-    def _buffers(self, chunk: int) -> Iterator[tuple[str, torch.Tensor]]:
-        return names.named_buffers([self._chunks[chunk]])

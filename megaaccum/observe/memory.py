@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from megaaccum.platform import cpu
+from megaaccum.platform.replacing import replaced
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +122,8 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[int, int]]) 
 class Ledger:
     """Counts the storages that autograd saves for backwards while `watching`; parameters are not counted.
 
+    A forward that takes derivatives by torch.func, which refuses hooks on saved tensors, ends the count.
+
     now, peak: bytes.
 
     A parameter is saved by reference, since a backend may release it between forward and backward: a saved alias would
@@ -143,6 +146,13 @@ class Ledger:
                 for module in (each for each in chunk.modules() if each._parameters):
                     stack.enter_context(module.register_forward_pre_hook(self._noting_parameters(chunk, module)))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")))
+            disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+            def end_and_disable(message: str) -> contextlib.AbstractContextManager[None]:
+                stack.close()
+                return disable(message)
+
+            stack.enter_context(replaced(torch.autograd.graph, disable_saved_tensors_hooks=end_and_disable))
             yield
 
     def _noting_parameters(self, chunk: torch.nn.Module, module: torch.nn.Module) -> Callable[..., None]:
@@ -194,39 +204,29 @@ class Activations:
     @contextlib.contextmanager
     def watching(self, marks: HighWater) -> Iterator[None]:
         """Context of flushes; records in `marks` the bytes that they hold."""
-        if cpu.has_accelerator():
-            with self._allocated(marks):
-                yield
-        elif self._counted is None:
-            ledger = Ledger()
-            with ledger.watching(self._chunks):
-                yield
-            self._counted = ledger.peak
-            marks.note("activations", ledger.peak)
-        else:
-            marks.note("activations", self._counted)
-            yield
-
-    @contextlib.contextmanager
-    def _allocated(self, marks: HighWater) -> Iterator[None]:
         import torch
 
+        if not cpu.has_accelerator():
+            if self._counted is None:
+                ledger = Ledger()
+                with ledger.watching(self._chunks):
+                    yield
+                self._counted = ledger.peak
+            else:
+                yield
+            marks.note("activations", self._counted)
+            return
         if self._counted is None:
             torch.cuda.reset_peak_memory_stats()
-        before, retried = torch.cuda.max_memory_allocated(), _num_retries()
+        stats = torch.cuda.memory_stats_as_nested_dict
+        before, retried = torch.cuda.max_memory_allocated(), stats().get("num_alloc_retries", 0)
         yield
         peak = torch.cuda.max_memory_allocated()
-        if _num_retries() > retried:
+        if stats().get("num_alloc_retries", 0) > retried:
             warnings.warn(RETRIED, stacklevel=2)
         if self._counted is None or peak > before:
             self._counted = max(0, peak - marks.on_device)
         marks.note("activations", self._counted)
-
-
-def _num_retries() -> int:
-    import torch
-
-    return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
 
 class _SavedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,9 +42,9 @@ class Observer:
         self._ended: Measured | None = None
         self.last_microbatch = 0
         """Index in the step of the last micro-batch of the flush that runs."""
-        self._forward_seconds, self._forward_began = 0.0, 0.0
-        self._events: list[torch.cuda.Event] = []
-        """Begin and end of each forward on a GPU, in turns."""
+        self._forward_seconds = 0.0
+        self._marks: list[Any] = []
+        """Begin and end of each forward, in turns: events on a GPU, else seconds."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -75,19 +75,13 @@ class Observer:
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         if cpu.has_accelerator():
-            self._record()
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         else:
-            self._forward_began = self.stopwatch.clock()
+            self._marks.append(self.stopwatch.clock())
 
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
-        if cpu.has_accelerator():
-            self._record()
-        else:
-            self._forward_seconds += self.stopwatch.clock() - self._forward_began
-
-    def _record(self) -> None:
-        self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[-1].record()
+        self.begin_forward(chunk, microbatch)
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Measure the backend's tensors when a chunk's last backward begins: its gradients are all there."""
@@ -96,10 +90,10 @@ class Observer:
 
     def _seconds_in_forwards(self) -> float:
         """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
-        pairs = zip(self._events[::2], self._events[1::2], strict=False)
-        seconds = self._forward_seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
-        self._forward_seconds, self._events = 0.0, []
-        return seconds
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        spans = [begin.elapsed_time(end) / 1e3 if cpu.has_accelerator() else end - begin for begin, end in pairs]
+        seconds, self._forward_seconds, self._marks = self._forward_seconds + sum(spans), 0.0, []
+        return float(seconds)
 
     # --- what a step came to ---
 

@@ -48,7 +48,7 @@ class Fp32Sums:
         outputs = output if isinstance(output, tuple) else (output,)
         roots = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
         if roots and not pytorch.in_backward():
-            self._uses[chunk] = pytorch.uses_in_graph(roots)
+            self._uses[chunk] = Counter(map(id, pytorch.leaves_in_graph(roots)))
             self._forwards[chunk].remove()
 
     def is_used_once(self, param: torch.nn.Parameter, *, seen: bool) -> bool:

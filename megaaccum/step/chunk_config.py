@@ -49,7 +49,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
         )
     for chunk in chunks:
         if isinstance(chunk, TorchChunk) or not hasattr(chunk, "config"):
-            chunk.config = _own_config(plan, chunk)
+            chunk.config = _own_config(plan, [chunk, *chunks])
     problems = [*_layout_problems(plan, groups), *_chunk_problems(plan, groups, chunks)]
     of_configs = [text for chunk in chunks for text in _config_problems(plan, chunk.config)]
     problems += dict.fromkeys([*experts.problems(plan, chunks), *of_configs])  # chunks share a configuration
@@ -114,9 +114,10 @@ def check_stages(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _own_config(plan: Plan, chunk: torch.nn.Module) -> ModelParallelConfig:
-    """The fields that Megatron's schedules read, for a chunk without a configuration."""
-    dtype = next((param.dtype for param in chunk.parameters()), torch.float32)
+def _own_config(plan: Plan, chunks: Sequence[torch.nn.Module]) -> ModelParallelConfig:
+    """The fields that Megatron's schedules read, for a chunk without a configuration. chunks: this one, and others,
+    whose dtype it has if it has no parameter."""
+    dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
     layout = plan.layout
     config = ModelParallelConfig(
         tensor_model_parallel_size=layout.tp,

@@ -34,14 +34,12 @@ def flush_arguments(
         steps.observer.last_microbatch = batch.first + len(batch) - 1
         observers += [steps.observer, steps.changing_buffers]
     more: dict[str, Any] = {}
-    if isinstance(steps.schedule, ForwardBackward):
-        more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None}
-        if batch.lengths is not None:
-            more["seq_lengths"] = batch.lengths  # Megatron's own schedules send the shapes ahead
-    shape = _sent_shape(steps)
+    if isinstance(steps.schedule, ForwardBackward):  # Megatron's own schedules send the shapes ahead
+        more = {"backend": steps.backend, "defer_weight_grads": steps.probe is None, "seq_lengths": batch.lengths}
+    shape, whole = _sent_shape(steps), steps.backend.gathered_parameters
     return {
         "forward_step_func": ForwardStep(
-            batch, opened.divisor, opened.tally, steps.chunks, observers, *_sent(steps, batch, shape)
+            batch, opened.divisor, opened.tally, steps.chunks, observers, *_sent(steps, batch, shape), gathered=whole
         ),
         "data_iterator": batch.iterators(len(steps.chunks)),
         "model": steps.chunks,

@@ -12,6 +12,7 @@ from megaaccum.errors import StepError
 from megaaccum.executor.executor import unfit
 from megaaccum.model.torch_chunk import tensors_in
 from megaaccum.platform import cpu
+from megaaccum.platform.replacing import replaced
 from megaaccum.step.loss import Divisor, LossFunc, Tally, read_triple
 from megaaccum.step.microbatches import Microbatches
 from megaaccum.upstream import pytorch
@@ -24,6 +25,7 @@ class ForwardStep:
     output)` and `begin_backward(chunk, microbatch)`, which are called in the list's order. chunk: number of this
     rank's chunk. microbatch: index in the step. sent: (sequence of this rank, micro-batch, hidden) of each
     micro-batch's messages between stages; none without a pipeline. last: the chunk that sends none, if it is here.
+    gathered: a backend's `gathered_parameters`.
 
     The micro-batch that runs is counted per chunk, since every schedule runs a chunk's forwards in order. A recomputed
     forward does not pass here: it belongs to the backward that was announced last (`begin_backward`; step/seeds.py
@@ -39,8 +41,9 @@ class ForwardStep:
         observers: Sequence[object],
         sent: Sequence[tuple[int, int, int]] = (),
         last: int | None = None,
+        gathered: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]] = tuple,
     ):
-        self._batch, self._divisor, self._tally = batch, divisor, tally
+        self._batch, self._divisor, self._tally, self._gathered = batch, divisor, tally, gathered
         self._begin_forward, self._end_forward, self._begin_backward = (
             [getattr(each, event) for each in observers if hasattr(each, event)]
             for event in ("begin_forward", "end_forward", "begin_backward")
@@ -63,13 +66,13 @@ class ForwardStep:
         for begin in self._begin_forward:
             begin(*at)
         user: Any = self._batch.forward_step_func
-        given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
+        with replaced(torch.autograd, backward=partial(self._hear_backward, torch.autograd.backward, chunk)):
+            given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
         if not isinstance(given, tuple | list) or len(given) != 2:
             raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
         output, loss_func = given
         if self._sent and number != self._last and not return_schedule_plan:
-            output = self._as_sent(output, number, index, chunk.config)
-        output = pytorch.without_base(output)
+            output = pytorch.without_base(self._as_sent(output, number, index, chunk.config))
         for end in self._end_forward:
             end(*at, output)
         if return_schedule_plan:
@@ -77,6 +80,19 @@ class ForwardStep:
         if isinstance(output, torch.Tensor) and output.requires_grad and not self._has_loss[number]:
             output.register_hook(lambda _grad: self._begins(at))
         return output, self.scaled_loss(index, at, loss_func)
+
+    def _hear_backward(self, run: Any, chunk: Any, roots: Any, *args: Any, inputs: Any = None, **keys: Any) -> None:
+        """`torch.autograd.backward` inside a forward. A gradient that it gave one of the chunk's parameters would be
+        taken for the loss' own, or for its last: it is left out, and all ranks raise after the flush."""
+        leaves = set(pytorch.leaves_in_graph([*tensors_in(roots)]) if inputs is None else tensors_in(inputs))
+        others = leaves - {*chunk.parameters(), *(whole for _, whole in self._gathered())}
+        if len(others) < len(leaves):
+            inputs = [*others]
+            self._tally.problem = self._tally.problem or StepError(
+                "a backward inside the forward adds to gradients of the model: use torch.autograd.grad, or its inputs="
+            )
+        if inputs is None or others:
+            run(roots, *args, inputs=inputs, **keys)
 
     def _as_sent(self, output: Any, number: int, index: int, config: Any) -> Any:
         """The contiguous `output` of a chunk. A receive takes whatever bytes come: of an output that is not what it

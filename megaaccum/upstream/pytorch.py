@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
@@ -151,15 +150,15 @@ def sum_dtype(param: torch.nn.Parameter) -> torch.dtype:
     return param.grad_dtype or param.dtype
 
 
-def uses_in_graph(roots: Sequence[torch.Tensor]) -> Counter[int]:
-    """How many functions in the graph of `roots` give each leaf a gradient, by the leaf's id."""
-    found: Counter[int] = Counter()
+def leaves_in_graph(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves in the graph of `roots`, each as often as functions give it a gradient."""
+    found: list[torch.Tensor] = []
     nodes: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         for node, _ in nodes.pop().next_functions:
             if hasattr(node, "variable"):
-                found[id(node.variable)] += 1
+                found.append(node.variable)
             elif node is not None and node not in seen:
                 seen.add(node)
                 nodes.append(node)

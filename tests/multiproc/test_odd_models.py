@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaaccum.errors import ConfigError, FlushError
+from megaaccum.errors import ConfigError, FlushError, StepError
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support import huggingface as hf
 
@@ -16,8 +16,8 @@ Weights = dict[str, Any]
 
 
 def stage(number: int, count: int, kind: str) -> Any:
-    """A linear layer; on the first stage under a tanh, which saves its output; on the second none for some
-    micro-batches, whose input is then its output."""
+    """A linear layer; on the first stage under a tanh, which saves its output, or in float64 none; on the second none
+    for some micro-batches, whose input is then its output."""
     import torch
 
     class Stage(torch.nn.Module):
@@ -26,18 +26,19 @@ def stage(number: int, count: int, kind: str) -> Any:
             self.pre_process, self.post_process = number == 0, number == count - 1
             self.name_in_model, self.received = f"stages.{number}.", None
             torch.manual_seed(number)
-            self.layer = torch.nn.Linear(WIDTH, WIDTH)
+            bare = kind == "bare" and number == 0
+            self.layer = torch.nn.Identity() if bare else torch.nn.Linear(WIDTH, WIDTH)
 
         def set_input_tensor(self, tensor: Any) -> None:
             self.received = tensor[0] if isinstance(tensor, list) else tensor
 
         def forward(self, batch: Any) -> Any:
-            x = batch if self.pre_process else self.received
+            x = self.received if not self.pre_process else batch.double() if kind == "bare" else batch
             if kind == "drops" and number == 1 and float(batch[0, 0, 0]) > 0:
                 return x
             return torch.tanh(self.layer(x)) if kind == "saves" and number == 0 else self.layer(x)
 
-    return Stage()
+    return Stage().double() if kind == "bare" else Stage()
 
 
 def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
@@ -104,6 +105,7 @@ def expected(kind: str, count: int) -> Weights:
         ("drops", 3, dict(pp=3, schedule="zb-h1"), False),
         ("saves", 2, dict(pp=2), False),
         ("saves", 2, dict(pp=2, schedule="zb-h1"), False),
+        ("bare", 2, dict(pp=2, schedule="zbv"), False),
         ("plain", 2, dict(pp=2, schedule="zbv"), True),
         ("plain", 2, dict(pp=2, schedule="interleaved", vpp=2), True),
     ],
@@ -111,7 +113,7 @@ def expected(kind: str, count: int) -> Weights:
 def test_the_first_gradient_is_that_of_one_process(kind, ranks, layout, iterator):
     """In the first step memory is measured, which holds on to what autograd saves."""
     for found in run_ranks(update, ranks, kind, layout, iterator, timeout=60):
-        whole = expected(kind, ranks * (2 if iterator else 1))
+        whole = expected(kind, ranks * (2 if iterator or kind == "bare" else 1))
         for name, grad in found.items():
             assert (grad - whole[name]).norm() <= 1e-6 * whole[name].norm(), name
 
@@ -409,14 +411,20 @@ def test_gradients_of_the_users_own_backwards_are_no_part_of_a_step(backend: str
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def with_a_penalty(backend: str, sync: str) -> float | str:
+def with_a_penalty(backend: str, sync: str, by: str = "grad") -> float | str:
     """How far a step's norm is from that of one process, if a forward adds the gradient of its output; or the error."""
     import torch
 
     def step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
         x = next(data_iterator).requires_grad_()
         out = torch.tanh(chunk(x))
-        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        if by == "backward":
+            out.square().sum().backward(retain_graph=True)
+            slope = x.grad
+        elif by == "func":
+            slope = torch.func.grad(lambda at: torch.tanh(at).square().sum())(x)
+        else:
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         return out + slope, lambda out: (out.square().sum(), LENGTH, {})
 
     made = torch.nn.Linear(WIDTH, WIDTH)
@@ -426,7 +434,7 @@ def with_a_penalty(backend: str, sync: str) -> float | str:
     engine = engine_on(plan_of(sharding=dict(backend=backend, sync=sync)), made, forward_step_func=step)
     try:
         return abs(engine.train_step(data()).grad_norm / float(norm) - 1)
-    except FlushError as error:
+    except (FlushError, StepError) as error:
         return str(error)
 
 
@@ -435,3 +443,11 @@ def test_a_second_derivative_is_right_or_refused(sync: str):
     """FSDP2 releases a weight after the first: torch's error was of a storage out of bounds."""
     assert "takes no create_graph" in run_ranks(with_a_penalty, 1, "fsdp2", sync)[0]
     assert sync == "streaming" or run_ranks(with_a_penalty, 1, "ddp", sync)[0] < 1e-5
+
+
+@pytest.mark.parametrize(("backend", "sync"), [("deepspeed", "resident"), ("fsdp2", "streaming"), ("ddp", "resident")])
+def test_derivatives_of_the_users_own_inside_a_forward(backend: str, sync: str):
+    """A backward adds to gradients that the step divides, if it divides them; torch.func refuses hooks on what is
+    saved, by which the first step on a CPU counts activations."""
+    assert "a backward inside the forward adds to" in run_ranks(with_a_penalty, 1, backend, sync, "backward")[0]
+    assert run_ranks(with_a_penalty, 1, backend, sync, "func")[0] < 1e-5

@@ -189,8 +189,8 @@ def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path
     assert "With sync streaming a module's parameters are there while its forward runs" in note
 
 
-def changing_in_place() -> str:
-    """The error of the first step of a model that changes what its backward needs."""
+def changing_in_place(by_loss: bool = False) -> str:
+    """The error of the first step of a model, or a loss function, that changes what the backward needs."""
     import torch
 
     from megaaccum import Plan, initialize
@@ -202,11 +202,14 @@ def changing_in_place() -> str:
 
         def forward(self, batch):
             output = torch.tanh(self.layer(batch))
-            return output.square() + output.add_(1.0)
+            return output[..., 1:] if by_loss else output.square() + output.add_(1.0)
+
+    def step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (output.clamp_(min=0.1).log().sum(), 4, {})
 
     batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
     plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), world_size=1)
-    engine = initialize(plan, Model(), forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    engine = initialize(plan, Model(), forward_step_func=step if by_loss else forward_step, optimizer=torch.optim.AdamW)
     try:
         engine.train_step(batches())
     except RuntimeError as error:
@@ -216,7 +219,10 @@ def changing_in_place() -> str:
 
 def test_a_change_in_place_of_what_the_backward_needs_is_an_error_in_the_first_step_too():
     """Whose saved tensors are counted; torch itself sees it in the second."""
-    assert run_ranks(changing_in_place, 1) == ["a tensor that the backward needs has been changed in place"]
+    for by_loss in (False, True):
+        assert run_ranks(changing_in_place, 1, by_loss) == [
+            "a tensor that the backward needs has been changed in place"
+        ]
 
 
 def of_buffers(backend: str) -> dict:

@@ -203,7 +203,7 @@ class _Run:
         process_groups.destroy()
         built = process_groups.build(self.plan.layout, timeout_minutes=5)
         (model,) = self.subject.chunks(self.plan, built)
-        raise_problems(module_problems(model))
+        raise_problems([*module_problems(model)])
         by_pattern.freeze(self.plan, [model])
         # The masks of dropout belong to samples, as tokens do: they are the only thing shared with the step.
         self._seeds = SampleSeeds(self.plan, built, [model] if case.user_model is None else [])
