@@ -18,6 +18,7 @@ import torch
 
 from megaaccum.observe.nonfinite import whole_parameters
 from megaaccum.platform import cpu
+from megaaccum.upstream import pytorch
 
 Estimate = tuple[float, float]
 """(S / N, |G|^2) of one step: both in squares of the gradient's unit."""
@@ -52,18 +53,17 @@ class NoiseScale:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], window: int):
-        self._chunks, self._hooked = chunks, False
+        self._chunks = chunks
         self.steps: deque[Estimate] = deque(maxlen=window)
         self.square = torch.zeros((), dtype=torch.float64)
 
     def begin_attempt(self) -> None:
         """Forget the squares of the attempt before. The parameters are whole: the first time they get their hooks."""
         self.square = torch.zeros((), dtype=torch.float64, device=cpu.device())
-        if not self._hooked:
-            self._hooked = True
-            for _, param in whole_parameters(self._chunks):
-                if param.requires_grad:
-                    param.register_hook(self.add)
+        chunks, self._chunks = self._chunks, ()
+        for _, param in whole_parameters(chunks):
+            if param.requires_grad:
+                param.register_hook(pytorch.weakly(self.add))
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Add the square of a parameter's gradient by one micro-batch."""

@@ -7,10 +7,11 @@ reduces and the optimizer steps.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -60,15 +61,15 @@ class DdpBackend(AccumulatingBackend):
         sums = order_of(plan, groups.dp_cp) is not None or experts.has_own_ranks(plan)
         self._fp32_sums = Fp32Sums(self._16_bit, chunks)
         for param in self._16_bit:
-            pytorch.OnGradient(param, self._hand_to_master)
+            pytorch.OnGradient(param, pytorch.weakly(self._hand_to_master))
         for param in (each for ddp in self._ddp if self.sums.in_one_order for each in _trainable(ddp)):
-            pytorch.OnGradient(param, self._on_gradient)
+            pytorch.OnGradient(param, pytorch.weakly(self._on_gradient))
         for number, ddp in enumerate(self._ddp):
             ranks = _group(ddp, groups)
             order = order_of(plan, ranks)
             by_collective = noop_hook if ranks.size() == 1 else _all_reduce if sums else allreduce_hook
             reduce = by_collective if order is None else partial(all_reduce_in_one_order, order, self.sums)
-            ddp.register_comm_hook((number, ranks, reduce), self._show_and_reduce)
+            ddp.register_comm_hook((weakref.ref(self), number, ranks, reduce), _show_and_reduce)
         self.reduction_divisor = 1 if sums else groups.dp_cp.size()
         self._waiting: list[DistributedDataParallel] = []
         self._arrived: set[int] = set()
@@ -84,9 +85,9 @@ class DdpBackend(AccumulatingBackend):
         if plan.layout.splits_backward:
             self.grad_sync_func = [partial(self.reduce_chunk, number) for number in range(len(chunks))]
         elif not at_end:
-            for ddps in self._of_chunk:
+            for number, ddps in enumerate(self._of_chunk):
                 for param in (param for ddp in ddps for param in _trainable(ddp)):
-                    param.register_hook(partial(self._before_gradient, ddps, param))
+                    param.register_hook(partial(pytorch.weakly(self._before_gradient), number, id(param)))
 
     def _owners(self, chunk: torch.nn.Module) -> list[torch.nn.Module]:
         """The modules whose parameters a DDP reduces: the chunk itself, or one of its masters and what has none; and
@@ -128,13 +129,12 @@ class DdpBackend(AccumulatingBackend):
         with super().no_sync_func():
             yield
 
-    def _before_gradient(
-        self, ddps: list[DistributedDataParallel], param: torch.nn.Parameter, grad: torch.Tensor
-    ) -> None:
-        """A chunk's first final gradient is about to be added: from now on each of its gradients is."""
+    def _before_gradient(self, chunk: int, key: int, grad: torch.Tensor) -> None:
+        """A chunk's first final gradient is about to be added, of the parameter with the id `key`: from now on each of
+        its gradients is."""
         if self._syncing:
-            self._arrived.add(id(param))
-            self._expect(ddps)
+            self._arrived.add(key)
+            self._expect(self._of_chunk[chunk])
 
     def _expect(self, ddps: list[DistributedDataParallel]) -> None:
         """Let the reducers of a chunk take the next gradient of each parameter as final."""
@@ -195,16 +195,11 @@ class DdpBackend(AccumulatingBackend):
                 self._close()
         self._reduced = True
 
-    def _show_and_reduce(self, place, bucket):  # type: ignore[no-untyped-def]
-        """DDP's reduction of a bucket (dist.GradBucket), the rank's own gradients shown to `before_reduce` first. Also
-        the traffic of a reduction without any hook, which DDP makes in C++, would not be counted.
-        Without annotations: torch reads them and takes no strings."""
-        number, group, reduce = place
+    def hold_bucket(self, number: int, bucket: Any) -> None:
+        """Show the rank's own gradients of a bucket (dist.GradBucket) of DDP `number`, which is about to be reduced."""
         self._buckets[number, bucket.index()] = bucket.buffer()
-        if self.before_reduce is not None:
-            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                self._show(self._names[id(param)], param, grad)
-        return reduce(group, bucket)
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._show(self._names[id(param)], param, grad)
 
     def begin_accumulation(self) -> None:
         self._waiting, self._open, self._syncing, self._reduced = list(self._ddp), [], False, False
@@ -245,12 +240,10 @@ class DdpBackend(AccumulatingBackend):
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         """Gradients are held twice: as parameters' own, and in DDP's buckets, once a reduction has shown these."""
-        params = [param for _, param in names.named_parameters(self._chunks)]
         grads = [param.grad for _, param in self._parameters if param.grad is not None]
-        grads += self.sums.tensors()
         return {
-            "parameters_whole": params,
-            "gradients_whole": [*grads, *self._buckets.values()],
+            "parameters_whole": [param for _, param in names.named_parameters(self._chunks)],
+            "gradients_whole": [*grads, *self.sums.tensors(), *self._buckets.values()],
             "optimizer": [*self._masters.values(), *adam.optimizer_tensors(self.optimizer)],
         }
 
@@ -258,6 +251,15 @@ class DdpBackend(AccumulatingBackend):
 def _group(owner: torch.nn.Module, groups: Groups) -> dist.ProcessGroup:
     """The ranks over which the parameters of a DDP are reduced."""
     return names.dp_group(_trainable(owner)[0], groups)
+
+
+def _show_and_reduce(place, bucket):  # type: ignore[no-untyped-def]
+    """DDP's reduction of a bucket, shown to its backend first. Also the traffic of a reduction
+    without any hook, which DDP makes in C++, would not be counted. Without annotations: torch reads them and takes no
+    strings."""
+    backend, number, group, reduce = place
+    backend().hold_bucket(number, bucket)
+    return reduce(group, bucket)
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

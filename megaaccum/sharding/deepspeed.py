@@ -207,9 +207,10 @@ class DeepSpeedBackend(AccumulatingBackend):
     def _listen(self) -> None:
         """Without a W, a last backward that gives a parameter no gradient ends it, too: a hook on its sum will do."""
         if self._hears_each or self._splits:
-            self._hooks = [pytorch.OnGradient(param, self._on_gradient) for param in self.driver.params]
+            self._hooks = [pytorch.OnGradient(p, pytorch.weakly(self._on_gradient)) for p in self.driver.params]
         else:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._in_order.came) for p in self.driver.params]
+            came = pytorch.weakly(self._in_order.came)
+            self._hooks = [p.register_post_accumulate_grad_hook(came) for p in self.driver.params]
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._in_order.counts_uses:

@@ -78,7 +78,8 @@ class MegatronBackend(AccumulatingBackend):
             megatron.reduce_scatter(ReduceScatter(order, self._others))
             for param in self._trained():
                 param.grad_dtype = torch.float32
-                pytorch.OnGradient(param, self.sums.accept)  # before Megatron's DDP looks, which adds the sum of all
+                # Before Megatron's DDP looks, which adds the sum of all.
+                pytorch.OnGradient(param, pytorch.weakly(self.sums.accept))
         self._bucket = {id(param): group for ddp in self._ddp for group, param in megatron.bucketed(ddp)}
         """The bucket group of each parameter."""
         self._missing: Counter[Any] = Counter()
@@ -89,6 +90,7 @@ class MegatronBackend(AccumulatingBackend):
         for ddp in self._ddp:
             megatron.before_reduce(ddp, self._show_main_grad)
             megatron.when_added(ddp, self._added)
+        megatron.reduce_scatter()
 
     @staticmethod
     def _wrap(plan: Plan, groups: Groups, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
@@ -222,8 +224,7 @@ class MegatronBackend(AccumulatingBackend):
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = megatron.tensors(self.optimizer)
-        held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors()]
-        return held
+        return held | {"gradients_whole": [*held["gradients_whole"], *self.sums.tensors()]}
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [param for ddp in self._ddp for param in ddp.module.parameters() if param.requires_grad]

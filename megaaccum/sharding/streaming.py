@@ -141,8 +141,7 @@ class StreamingBackend(DeepSpeedBackend):
     def gather(self) -> None:
         """Nothing to do: each unit's forward gathers it."""
 
-    def gather_ahead(self) -> None:
-        """Nothing to do."""
+    gather_ahead = gather
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = super().own_tensors()

@@ -243,24 +243,19 @@ def _complete(param: torch.nn.Parameter) -> None:
 def before_reduce(ddp: Any, call: Callable[[torch.nn.Parameter], None]) -> None:
     """Call `call(param)` for the parameters of a bucket group, whose `main_grad` is then whole on this rank, before
     Megatron's DDP starts to reduce it (megatron-core 0.19: where it looks for NaNs itself, to end the run). It reduces
-    by the reduce-scatter of now, whatever one another engine has set until then."""
+    by the reduce-scatter of now, which the module, where it would keep an engine alive, holds only meanwhile."""
     mine = param_and_grad_buffer.dist_reduce_scatter_func
 
-    def watch(group: Any) -> None:
-        start_grad_sync = group.start_grad_sync
-
-        def start(*args: Any, **kwargs: Any) -> None:
-            if group.grad_reduce_handle is None:  # else it is under way, as `start_grad_sync` sees too
-                for bucket in group.buckets:
-                    for param in bucket.params_list:
-                        call(param)
-            reduce_scatter(mine)
+    def start(group: Any, start_grad_sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if group.grad_reduce_handle is None:  # else it is under way, as `start_grad_sync` sees too
+            for bucket in group.buckets:
+                for param in bucket.params_list:
+                    call(param)
+        with replaced(param_and_grad_buffer, dist_reduce_scatter_func=mine):
             start_grad_sync(*args, **kwargs)
 
-        group.start_grad_sync = start
-
     for group in _bucket_groups(ddp):
-        watch(group)
+        group.start_grad_sync = functools.partial(start, group, group.start_grad_sync)
 
 
 def params_of(ddps: Iterable[Any], flat: torch.Tensor) -> list[torch.nn.Parameter]:

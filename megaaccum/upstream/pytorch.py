@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
@@ -183,6 +184,13 @@ def num_hooks(tensor: torch.Tensor) -> int:
 def has_hooks(param: torch.nn.Parameter) -> bool:
     """Whether hooks look at the gradient of `param`, or at its sum."""
     return num_hooks(param) > 0 or bool(param._post_accumulate_grad_hooks)
+
+
+def weakly(method: Callable[..., object]) -> Callable[..., object]:
+    """A bound method as a hook on a parameter, which does nothing once its object is gone. C++ holds such hooks, and
+    often the parameter too, so Python's collector would not see that an object and its hooks hold only each other."""
+    held = weakref.WeakMethod(method)
+    return lambda *args: None if (found := held()) is None else found(*args)
 
 
 class OnGradient:

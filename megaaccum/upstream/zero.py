@@ -172,11 +172,12 @@ class Zero3(ZeroDriver):
     """A ZeRO-3 engine under hooks of our own: gathers, reductions, and this rank's gradient partitions."""
 
     def __init__(self, engine: Any):
-        from deepspeed.runtime.zero import stage3
+        from deepspeed.runtime.zero import parameter_offload, stage3
 
         super().__init__(engine)
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
+        parameter_offload.FWD_MODULE_STACK.remove(engine.module)  # for these hooks alone: it would keep every model
         self.optimizer.max_param_reduce_events = sys.maxsize  # `reduce` waits for them
         self.optimizer._partition_all_parameters = self.release_all  # DeepSpeed walks over all modules three times
         stage3.reduce_scatter_coalesced = reduce_scatter
@@ -200,8 +201,7 @@ class Zero3(ZeroDriver):
 
     def apart(self) -> list[torch.nn.Parameter]:
         """Parameters that are not whole on this rank, those on their way included."""
-        every = (*self.params, *self._frozen)
-        return [param for param in every if partitioned(param).ds_status.name != "AVAILABLE"]
+        return [param for param in (*self.params, *self._frozen) if partitioned(param).ds_status.name != "AVAILABLE"]
 
     def gather(self, params: list[torch.nn.Parameter]) -> None:
         """Make `params` whole on this rank: one all-gather over the data-parallel group for all that are not yet."""

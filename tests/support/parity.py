@@ -171,8 +171,7 @@ class Rig:
         from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
         from megaaccum.step.train_step import TrainStep
 
-        # Models of ZeRO-3, DDP and Megatron's DDP stay alive after their case. DeepSpeed collects garbage at each
-        # start, and need not visit those of all cases before.
+        # DeepSpeed collects garbage at each start, and need not visit what is there before.
         preload.freeze_objects()
         plan = case.plan()
         groups.destroy()
