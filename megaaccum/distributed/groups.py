@@ -280,7 +280,7 @@ def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> Dev
             for line in lines:
                 # Collective over the world: every rank makes every group, in this order.
                 group = dist.new_group(line, timeout=timedelta(minutes=groups.timeout_minutes))
-                if dist.get_rank() in line:
+                if isinstance(group, dist.ProcessGroup):  # this rank is in it
                     mine[name] = group
     grid = torch.tensor(ranks, dtype=torch.int).view(replicas, -1)
     return DeviceMesh.from_group(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ def post_sum(row: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[],
     among = group or dist.group.WORLD
     assert among is not None, "torch.distributed is initialised"
     if among.size() <= RING_UP_TO:
-        return cast("dist.Work", dist.all_reduce(row, group=among, async_op=True)).wait
+        return dist.all_reduce(row, group=among, async_op=True).wait
     ended: Future[None] = Future()
 
     def run() -> None:

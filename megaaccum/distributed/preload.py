@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -73,6 +74,8 @@ def libraries(*more: str) -> None:
     zero.tame_deepspeed()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.tame_gloo()
     freeze_objects()
+    # Triton's bindings (3.9) list what is left when the interpreter ends: 40 lines per rank.
+    atexit.register(gc.unfreeze)
 
 
 def check_versions() -> None:

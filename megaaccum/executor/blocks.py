@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
 def _linear(at: _Blocks, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if torch.is_grad_enabled() and not input.requires_grad:
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
-    output: torch.Tensor = _Linear.apply(input, bias, at)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    output: torch.Tensor = _Linear.apply(input, bias, at)
     return output
 
 
@@ -207,7 +207,7 @@ def _losses(count: int, group: dist.ProcessGroup, labels: torch.Tensor, logits: 
     mine = (own >= 0) & (own < logits.shape[-1])
     of_label = torch.where(mine, wide.gather(-1, torch.where(mine, own, 0)), 0.0).squeeze(-1)
     total = in_pairs([part.contiguous().exp().sum(dim=-1) for part in wide.chunk(count, dim=-1)])
-    sums: torch.Tensor = _SumOverRanks.apply(torch.stack([total, of_label]), group)  # type: ignore[no-untyped-call]
+    sums: torch.Tensor = _SumOverRanks.apply(torch.stack([total, of_label]), group)
     return (sums[0].log() - sums[1]).t().contiguous()
 
 
@@ -278,7 +278,7 @@ class Cut:
             parts = zip(*(self.split(each, dim) for each in inputs), strict=True)
             return self.joined([of_block(number, *each, *whole) for number, each in enumerate(parts)])
         # The number: so that autograd reaches it if no input needs a gradient.
-        output: torch.Tensor = _ByBlock.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
+        output: torch.Tensor = _ByBlock.apply(
             self, of_block, dim, len(whole), torch.zeros((), requires_grad=True), *inputs, *whole
         )
         return output

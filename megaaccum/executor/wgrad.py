@@ -247,9 +247,8 @@ def _forward(
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
-    output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own is not typed
-        input, bias, _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _source)
-    )
+    operands = _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _source)
+    output: torch.Tensor = _Linear.apply(input, bias, operands)
     return output
 
 

@@ -122,7 +122,7 @@ class _WholeSequence(torch.autograd.Function):
 def whole_sequence(part: Tensor, cp: dist.ProcessGroup, add: Callable[..., Tensor] | None = None) -> Tensor:
     """The whole sequence in order, from each rank's two pieces along dimension 0. add: the sum of gradients, a list of
     each rank's; default: a reduce-scatter's."""
-    gathered: Tensor = _WholeSequence.apply(part, cp, add)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    gathered: Tensor = _WholeSequence.apply(part, cp, add)
     return gathered
 
 

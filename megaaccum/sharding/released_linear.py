@@ -46,7 +46,7 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
         return functional.linear(input, layer.weight, layer.bias)
-    output: torch.Tensor = _Linear.apply(input, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Linear.apply(input, layer.weight, layer.bias)
     return output
 
 

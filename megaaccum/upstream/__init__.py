@@ -11,7 +11,7 @@ from functools import cache
 from megaaccum.upstream import emerging, fsdp2, megatron, megatron_training, te
 from megaaccum.upstream.lookup import missing
 
-TESTED = {"deepspeed": "0.19.8", "megatron-core": "0.19.2", "torch": "2.13.0", "transformer-engine": "2.20.2"}
+TESTED = {"deepspeed": "0.19.8", "megatron-core": "0.19.2", "torch": "2.15.0", "transformer-engine": "2.20.2"}
 
 
 def check() -> list[str]:

@@ -27,7 +27,7 @@ class _Gathering:
         mine = torch.cat(parts) if len(parts) > 1 else parts[0]
         group, self._widths = partitioned(params[0]).ds_process_group, [part.numel() for part in parts]
         self._rows = mine.new_empty(group.size(), mine.numel())
-        self._work = dist.all_gather_into_tensor(self._rows.view(-1), mine, group=group, async_op=True)
+        self._work: Any = dist.all_gather_into_tensor(self._rows.view(-1), mine, group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()

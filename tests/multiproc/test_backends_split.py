@@ -1,5 +1,7 @@
 """Sharding backends and policies under schedules that split the backward: what test_backend_table.py leaves out."""
 
+from importlib.metadata import version
+
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
@@ -15,6 +17,10 @@ UNTIED = SMALL + "--untie_embeddings_and_output_weights "
 LLAMA = SMALL + "--swiglu --normalization RMSNorm --qk_layernorm --position_embedding_type rope --num_query_groups 2 "
 RECOMPUTE = "--recompute_granularity full "
 BY_TWO = RECOMPUTE + "--recompute_method uniform --recompute_num_layers 2 "
+BEFORE_2_15 = pytest.mark.skipif(
+    tuple(map(int, version("torch").split(".")[:2])) >= (2, 15),
+    reason="needs torch 2.13 or 2.14: later ones make these zeros in the precision of the sums",
+)
 
 
 def split(schedule: str, flags: str = "", model: str = SMALL, lane: str = "fp32", ranks: int = 4) -> Case:
@@ -127,7 +133,7 @@ def test_a_mistake_makes_a_wrong_gradient(mistake, case):
     ("mistake", "case"),
     [
         (reduced_after_the_last_input_gradient, fp64("zbv", FSDP2)),
-        (sums_of_two_precisions, split("zbv", FSDP2 + STREAM, lane="bf16")),
+        pytest.param(sums_of_two_precisions, split("zbv", FSDP2 + STREAM, lane="bf16"), marks=BEFORE_2_15),
     ],
 )
 def test_a_mistake_ends_every_rank(mistake, case):

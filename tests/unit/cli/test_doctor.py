@@ -12,7 +12,7 @@ import megaaccum
 from megaaccum.cli import doctor
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
-GOOD = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "megatron-core": "0.19.2"}
+GOOD = {"torch": "2.15.0+cu130", "deepspeed": "0.19.8", "megatron-core": "0.19.2"}
 TE, CU13, CU12, TORCH = (
     "transformer-engine",
     "transformer-engine-cu13",

@@ -52,7 +52,7 @@ def test_names_of_a_newer_torch_are_not_needed_without_fsdp2(upstream, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("version", "warns"), [("2.13.1", False), ("2.10.0", False), ("2.14.0a0", True), ("3.0", True)]
+    ("version", "warns"), [("2.13.1", False), ("2.10.0", False), ("2.15.1", False), ("2.16.0a0", True), ("3.0", True)]
 )
 def test_a_torch_beyond_the_tested_one_is_a_warning_of_rank_0(upstream, monkeypatch, version, warns):
     monkeypatch.setattr(preload, "version", lambda name: version)
