@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -263,7 +263,8 @@ def all_like(members: list[int]) -> list[list[int]]:
     return sorted([each[place] for place in sorted(each)] for each in found.values())
 
 
-def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> DeviceMesh:
+@cache  # an engine built again has the same: groups stay until the process ends
+def replica_mesh(among: dist.ProcessGroup, replicas: int, timeout_minutes: float) -> DeviceMesh:
     """Device mesh of the ranks `among` which the same parameters are cut, for torch's fully_shard: one dimension, or
     (replica, shard) with more than one replica.
 
@@ -279,7 +280,7 @@ def replica_mesh(groups: Groups, among: dist.ProcessGroup, replicas: int) -> Dev
         for name, lines in (("replica", grid.T.tolist()), ("shard", grid.tolist())):
             for line in lines:
                 # Collective over the world: every rank makes every group, in this order.
-                group = dist.new_group(line, timeout=timedelta(minutes=groups.timeout_minutes))
+                group = dist.new_group(line, timeout=timedelta(minutes=timeout_minutes))
                 if isinstance(group, dist.ProcessGroup):  # this rank is in it
                     mine[name] = group
     grid = torch.tensor(ranks, dtype=torch.int).view(replicas, -1)

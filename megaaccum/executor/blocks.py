@@ -131,8 +131,7 @@ class _Linear(torch.autograd.Function):
 def _linear(at: _Blocks, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if torch.is_grad_enabled() and not input.requires_grad:
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
-    output: torch.Tensor = _Linear.apply(input, bias, at)
-    return output
+    return cast("torch.Tensor", _Linear.apply(input, bias, at))
 
 
 def _column_forward(layer: Any, count: int, runs: int, input_: torch.Tensor, weight: Any = None, **keys: Any) -> Any:

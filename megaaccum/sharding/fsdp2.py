@@ -46,16 +46,17 @@ class Fsdp2Backend(ShardingBackend):
         _check_torch()
         super().__init__(plan, groups, chunks)
         sharding = plan.config.sharding
-        self.optimizer = optimizer
+        self.optimizer, self._roots = optimizer, cast("list[FSDPModule]", chunks)
         self._streaming = sharding.sync == "streaming"
         self._splits = plan.layout.splits_backward
         self._waiting: list[FSDPModule] = []
         whole = list(names.named_parameters(chunks))
         before = {id(param) for chunk in chunks for param in before_experts(chunk)}
         own_ranks = experts.has_own_ranks(plan)  # also of a stage without experts, whose divisor is another's, too
-        self._mesh = process_groups.replica_mesh(groups, groups.dp_cp, sharding.data_parallel_replicas)
+        replicas, minutes = sharding.data_parallel_replicas, groups.timeout_minutes
+        self._mesh = process_groups.replica_mesh(groups.dp_cp, replicas, minutes)
         if own_ranks:
-            self._expert_mesh = process_groups.replica_mesh(groups, groups.expert_dp, sharding.data_parallel_replicas)
+            self._expert_mesh = process_groups.replica_mesh(groups.expert_dp, replicas, minutes)
         # Expert and dense groups differ in size, and averages would divide by different numbers: both sum instead.
         self._adds = self.sums.in_one_order or own_ranks
         self.reduction_divisor = 1 if self._adds else groups.dp_cp.size()
@@ -63,14 +64,16 @@ class Fsdp2Backend(ShardingBackend):
         self._of_i: dict[tuple[int, int], list[tuple[Any, torch.Tensor]]] = {}
         """Gradients that an I has computed and its W reduces, by chunk and micro-batch, if other passes lie between."""
         self._is_w = False
+        self._held: dict[int, tuple[int, Any]] = {}
+        """Chunk and FSDP2's own record of a whole parameter, by its id, if sums are made in one order."""
         for number, chunk in enumerate(chunks):
             self._shard(chunk, plan)
             for held, param in fsdp2.whole_parameters(chunk) if self.sums.in_one_order else ():
                 param.grad_dtype = self._sum_dtype or param.dtype  # what arrives in it is not rounded on its way
-                if not self._streaming:
-                    pytorch.OnGradient(param, partial(self._on_gradient, held))
-                elif self._splits:
-                    pytorch.OnGradient(param, partial(self._keep_for_w, number, held))
+                self._held[id(param)] = number, held
+                if not self._streaming or self._splits:
+                    call = self._keep_for_w if self._streaming else self._on_gradient
+                    pytorch.OnGradient(param, pytorch.weakly(call))
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         for chunk in chunks if at_owners else ():  # first: what is added later runs before it
             fsdp2.divert(chunk, self.at_owners)
@@ -158,30 +161,27 @@ class Fsdp2Backend(ShardingBackend):
                         part.record_stream(torch.cuda.current_stream())
         return found
 
-    def _on_gradient(self, held: Any, param: torch.nn.Parameter) -> None:
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
         """Take the micro-batch's gradient from a whole parameter, and give the sum when the last has come."""
         assert isinstance(self.sums, MicrobatchSums) and param.grad is not None
         grad, param.grad = param.grad, None
         if self.sums.add(param, grad):
-            fsdp2.give_gradient(held, self.sums.total(param))
+            fsdp2.give_gradient(self._held[id(param)][1], self.sums.total(param))
 
     def _rest_of(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """The sum of a parameter that some micro-batches of the step gave no gradient, before the step's reduction."""
         return self.sums.total(param) if self.sums.in_last_flush and not self._streaming else None
 
-    def _keep_for_w(self, chunk: int, held: Any, param: torch.nn.Parameter) -> None:
+    def _keep_for_w(self, param: torch.nn.Parameter) -> None:
         """Keep a gradient that an I brings apart from those of other micro-batches, until the W."""
         assert param.grad is not None
         if not self._is_w:
             grad, param.grad = param.grad, None
+            chunk, held = self._held[id(param)]
             self._of_i.setdefault((chunk, self.sums.of_backward), []).append((held, grad))
 
     def _show_held(self, held: Any, grad: torch.Tensor) -> None:
         self._show(self._names[id(held.sharded_param)], held._unsharded_param, grad)
-
-    @property
-    def _roots(self) -> list[FSDPModule]:
-        return cast("list[FSDPModule]", self._chunks)
 
     # --- Megatron's five hooks ---
 

@@ -119,11 +119,7 @@ class UnitWeightGrads:
         if self._reduces:
             for layer in self._left:
                 self._reduce(layer)
-            state = self._root._get_fsdp_state()
-            # torch 2.15: a backward sets it, but a chunk whose inputs need no gradient had none.
-            if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
-                state._state_ctx.manual_backward_finalization_active = False
-            state._root_post_backward_final_callback()
+            _end_backward(self._root)
 
     @staticmethod
     def _reduce(layer: list[Any]) -> None:
@@ -172,7 +168,7 @@ class UnitTurns:
             self._root._get_fsdp_state()._lazy_init()
             for module in modules(self._root):
                 module.unshard()
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            _end_backward(self._root)
 
     def _begin_forward(self, *_: Any) -> None:
         self._first = len(self._comm.post_forward_order)
@@ -211,6 +207,15 @@ class UnitTurns:
         unit = self._left.pop(0)
         even_out(unit)
         self._post_backward[id(unit)]()
+
+
+def _end_backward(root: Any) -> None:
+    """End a backward of a fully sharded chunk for torch, whose hooks have seen none if its inputs needed no gradient or
+    it did not run: torch 2.15 then lacks this attribute's value, and earlier ones do not have the attribute."""
+    state = root._get_fsdp_state()
+    is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", None)
+    state._state_ctx.manual_backward_finalization_active = bool(is_manual)
+    state._root_post_backward_final_callback()
 
 
 def drop_unreduced(root: Any) -> None:
@@ -317,9 +322,8 @@ def give_gradient(held: Any, grad: torch.Tensor | None) -> None:
 
 def _forget(held: Any) -> None:
     """Drop a parameter's gradients that are not reduced."""
-    if _adds_apart(held):
-        held.unsharded_accumulated_grad = None
     if hasattr(held, "_unsharded_param"):
+        give_gradient(held, None)
         held._unsharded_param.grad = None
 
 

@@ -53,9 +53,24 @@ def kept(cases: list[Case], fails: bool) -> list[list[str]]:
 def test_a_dropped_engine_gives_its_memory_back(keys, fails):
     flags = [f"{backend}{KEYS[keys]}--pp_microbatches 4 " for backend in BACKENDS.values()]
     if keys == "in one order":
-        flags = [each for each in flags if "fsdp2" not in each]  # hooks hold FSDP2's parameters
+        flags = [each for each in flags if "fsdp2 --sync" not in each]  # refused on one rank
     if keys != "bf16":  # graphs of FP32 shards hold Megatron's
         flags = [each for each in flags if "megatron" not in each]
     if keys in ("noise scale", "muon"):
         flags = [each for each in flags if "streaming" not in each and "stage 2" not in each]
     assert run_ranks(kept, 1, [Case(1, each, "--num_layers 2 ") for each in flags], fails)[0] == [[]] * len(flags)
+
+
+def group_of_replicas(case: Case) -> object:
+    """The process group over which an engine's first parameter has its replicas."""
+    return next(rig_of(case).chunks[0].parameters()).device_mesh.get_group("replica")
+
+
+def shares_its_groups(case: Case) -> bool:
+    return group_of_replicas(case) is group_of_replicas(case)
+
+
+def test_an_engine_that_is_built_again_makes_no_groups():
+    """Each would be a communicator, which stays until the process ends."""
+    case = Case(4, "--backend fsdp2 --data_parallel_replicas 2 --pp_microbatches 4 ", "--num_layers 2 ")
+    assert all(run_ranks(shares_its_groups, 4, case))
