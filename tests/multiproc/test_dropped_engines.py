@@ -61,16 +61,16 @@ def test_a_dropped_engine_gives_its_memory_back(keys, fails):
     assert run_ranks(kept, 1, [Case(1, each, "--num_layers 2 ") for each in flags], fails)[0] == [[]] * len(flags)
 
 
-def group_of_replicas(case: Case) -> object:
-    """The process group over which an engine's first parameter has its replicas."""
-    return next(rig_of(case).chunks[0].parameters()).device_mesh.get_group("replica")
+def has_the_mesh_of_its_groups(case: Case) -> bool:
+    """Whether an engine's parameters have their replicas over the groups that another one of its layout would take."""
+    from megaaccum.distributed.groups import replica_mesh
+
+    rig = rig_of(case)
+    mesh = replica_mesh(rig.groups.dp_cp, 2, rig.groups.timeout_minutes)
+    return next(rig.chunks[0].parameters()).device_mesh.get_group("replica") is mesh.get_group("replica")
 
 
-def shares_its_groups(case: Case) -> bool:
-    return group_of_replicas(case) is group_of_replicas(case)
-
-
-def test_an_engine_that_is_built_again_makes_no_groups():
+def test_an_engine_that_is_built_again_makes_no_groups_of_replicas():
     """Each would be a communicator, which stays until the process ends."""
     case = Case(4, "--backend fsdp2 --data_parallel_replicas 2 --pp_microbatches 4 ", "--num_layers 2 ")
-    assert all(run_ranks(shares_its_groups, 4, case))
+    assert all(run_ranks(has_the_mesh_of_its_groups, 4, case))
