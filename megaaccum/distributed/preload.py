@@ -74,8 +74,6 @@ def libraries(*more: str) -> None:
     zero.tame_deepspeed()  # before the first deepspeed.init_distributed, which would compile it
     pytorch.tame_gloo()
     freeze_objects()
-    # Triton's bindings (3.9) list what is left when the interpreter ends: 40 lines per rank.
-    atexit.register(gc.unfreeze)
 
 
 def check_versions() -> None:
@@ -96,3 +94,4 @@ def freeze_objects() -> None:
     start: that need not visit them then, nor a forked rank copy their memory for it."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # triton's bindings (3.9) list what is left when the interpreter ends, in 40 lines
