@@ -276,11 +276,8 @@ class Cut:
         if not torch.is_grad_enabled():
             parts = zip(*(self.split(each, dim) for each in inputs), strict=True)
             return self.joined([of_block(number, *each, *whole) for number, each in enumerate(parts)])
-        # The number: so that autograd reaches it if no input needs a gradient.
-        output: torch.Tensor = _ByBlock.apply(
-            self, of_block, dim, len(whole), torch.zeros((), requires_grad=True), *inputs, *whole
-        )
-        return output
+        number = torch.zeros((), requires_grad=True)  # so that autograd reaches it if no input needs a gradient
+        return cast("torch.Tensor", _ByBlock.apply(self, of_block, dim, len(whole), number, *inputs, *whole))
 
 
 class _ByBlock(torch.autograd.Function):

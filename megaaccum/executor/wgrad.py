@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -248,8 +248,7 @@ def _forward(
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
     operands = _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _source)
-    output: torch.Tensor = _Linear.apply(input, bias, operands)
-    return output
+    return cast("torch.Tensor", _Linear.apply(input, bias, operands))
 
 
 @dataclass(frozen=True, slots=True)

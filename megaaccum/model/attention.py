@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -122,8 +122,7 @@ class _WholeSequence(torch.autograd.Function):
 def whole_sequence(part: Tensor, cp: dist.ProcessGroup, add: Callable[..., Tensor] | None = None) -> Tensor:
     """The whole sequence in order, from each rank's two pieces along dimension 0. add: the sum of gradients, a list of
     each rank's; default: a reduce-scatter's."""
-    gathered: Tensor = _WholeSequence.apply(part, cp, add)
-    return gathered
+    return cast("Tensor", _WholeSequence.apply(part, cp, add))
 
 
 def prepare_latent_attention(chunks: list[torch.nn.Module]) -> None:

@@ -43,8 +43,9 @@ class Observer:
         self.last_microbatch = 0
         """Index in the step of the last micro-batch of the flush that runs."""
         self._forward_seconds = 0.0
-        self._marks: list[Any] = []
-        """Begin and end of each forward, in turns: events on a GPU, else seconds."""
+        self._began: Any = None
+        self._forwards: list[tuple[Any, Any]] = []
+        """Begin and end of each forward, as `_mark` gives them."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,14 +75,18 @@ class Observer:
     # --- single passes, on a GPU by its own clock ---
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
-        if cpu.has_accelerator():
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(self.stopwatch.clock())
+        self._began = self._mark()
 
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
-        self.begin_forward(chunk, microbatch)
+        self._forwards.append((self._began, self._mark()))
+
+    def _mark(self) -> Any:
+        """Now: a recorded event on a GPU, else seconds."""
+        if not cpu.has_accelerator():
+            return self.stopwatch.clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Measure the backend's tensors when a chunk's last backward begins: its gradients are all there."""
@@ -90,9 +95,9 @@ class Observer:
 
     def _seconds_in_forwards(self) -> float:
         """Seconds of the forwards since the last call. All have ended: the step's norm comes after them."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
-        spans = [begin.elapsed_time(end) / 1e3 if cpu.has_accelerator() else end - begin for begin, end in pairs]
-        seconds, self._forward_seconds, self._marks = self._forward_seconds + sum(spans), 0.0, []
+        on_gpu, forwards, self._forwards = cpu.has_accelerator(), self._forwards, []
+        spans = [begin.elapsed_time(end) / 1e3 if on_gpu else end - begin for begin, end in forwards]
+        seconds, self._forward_seconds = self._forward_seconds + sum(spans), 0.0
         return float(seconds)
 
     # --- what a step came to ---

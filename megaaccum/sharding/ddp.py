@@ -198,8 +198,9 @@ class DdpBackend(AccumulatingBackend):
     def hold_bucket(self, number: int, bucket: Any) -> None:
         """Show the rank's own gradients of a bucket (dist.GradBucket) of DDP `number`, which is about to be reduced."""
         self._buckets[number, bucket.index()] = bucket.buffer()
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._show(self._names[id(param)], param, grad)
+        if self.before_reduce is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self._show(self._names[id(param)], param, grad)
 
     def begin_accumulation(self) -> None:
         self._waiting, self._open, self._syncing, self._reduced = list(self._ddp), [], False, False
@@ -254,9 +255,8 @@ def _group(owner: torch.nn.Module, groups: Groups) -> dist.ProcessGroup:
 
 
 def _show_and_reduce(place, bucket):  # type: ignore[no-untyped-def]
-    """DDP's reduction of a bucket, shown to its backend first. Also the traffic of a reduction
-    without any hook, which DDP makes in C++, would not be counted. Without annotations: torch reads them and takes no
-    strings."""
+    """DDP's reduction of a bucket, shown to its backend first. Also the traffic of a reduction without any hook, which
+    DDP makes in C++, would not be counted. Without annotations: torch reads them and takes no strings."""
     backend, number, group, reduce = place
     backend().hold_bucket(number, bucket)
     return reduce(group, bucket)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -46,8 +46,7 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
         return functional.linear(input, layer.weight, layer.bias)
-    output: torch.Tensor = _Linear.apply(input, layer.weight, layer.bias)
-    return output
+    return cast("torch.Tensor", _Linear.apply(input, layer.weight, layer.bias))
 
 
 class _Linear(torch.autograd.Function):
