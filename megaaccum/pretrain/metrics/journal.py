@@ -93,7 +93,8 @@ def kept(records: Iterable[Record]) -> list[Record]:
     found: list[Record] = []
     for record in records:
         if record["kind"] == "start":
-            found = [each for each in found if each["step"] <= record["step"]]
+            while found and found[-1]["step"] > record["step"]:
+                found.pop()
         elif record["kind"] != "end":
             found.append(record)
     return found
@@ -159,8 +160,7 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 def strict(record: Record) -> Record:
     """The record in strict JSON: NaN and infinities become null, and `nonfinite` holds their names."""
-    numbers = {key: value for key, value in record.items() if isinstance(value, float)}
-    nonfinite = {key: str(number) for key, number in numbers.items() if not math.isfinite(number)}
+    nonfinite = {key: str(each) for key, each in record.items() if isinstance(each, float) and not math.isfinite(each)}
     if not nonfinite:
         return record
     return {key: None if key in nonfinite else value for key, value in record.items()} | {"nonfinite": nonfinite}
