@@ -124,7 +124,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 def launch_command(args: argparse.Namespace) -> list[str]:
     """The command that starts a run, without its configuration."""
     if args.hostfile is None:
-        return [sys.executable, "-m", "megaaccum", "train"]
+        return [*local.interpreter(), "-m", "megaaccum", "train"]
     if shutil.which("deepspeed") is None:
         raise ConfigError("--hostfile starts each layout by `deepspeed`, which is not on PATH: add its folder to PATH.")
     return ["deepspeed", "--hostfile", args.hostfile, "--module", "megaaccum.train", "--config"]

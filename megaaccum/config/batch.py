@@ -15,6 +15,8 @@ LossNorm = Literal["token", "microbatch"]
 
 SIZES = ("micro_batch_size", "pp_microbatches", "device_batch_size", "grad_accum_steps", "global_batch_size")
 """The keys of the five sizes. Of these, device = micro * pp_microbatches and global = device * steps * dp."""
+DEEPSPEED_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The sizes of a DeepSpeed JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megaaccum.config.batch import SIZES, BatchPlan, check_sizes
+from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES, BatchPlan, check_sizes
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError, either, equation, nearest_multiples
@@ -102,9 +102,8 @@ def deepspeed_problems(config: Config, batch: BatchPlan, notes: list[str]) -> li
     DeepSpeed multiplies train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp. The first two may be what
     its pipeline engine, its plain engine or megaaccum itself call so: see `readings`.
     """
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    theirs = {name: value for name in names if (value := config.deepspeed.get(name)) not in (None, "auto")}
-    whole, micro, steps = (theirs.get(name) for name in names)
+    theirs = {name: value for name in DEEPSPEED_SIZES if (value := config.deepspeed.get(name)) not in (None, "auto")}
+    whole, micro, steps = (theirs.get(name) for name in DEEPSPEED_SIZES)
     readings = [
         (batch.micro_batch_size, batch.num_microbatches),
         (batch.device_batch_size, batch.grad_accum_steps),

@@ -137,10 +137,10 @@ def build_ramp(keys: BatchConfig, batch: BatchPlan, train_iters: int, broken: Br
             f"{given[0]}: the batch reaches its {batch.global_batch_size} sequences after {ramp.num_steps} steps, but"
             f" the run ends after train_iters {train_iters}"
         )
-        # A schedule by tokens covers the whole training, of which a run may be the beginning.
-        if not keys.step_batch_size_schedule:
+        # A ramp in samples or tokens belongs to the whole training, of which a run may be the beginning.
+        if keys.batch_warmup_steps:
             raise ConfigError(f"{ends}: shorten the ramp, or set train_iters to more than {ramp.num_steps}.")
-        notes.append(f"{ends}, in the middle of the schedule.")
+        notes.append(f"{ends}, in the middle of the ramp.")
     return ramp
 
 

@@ -16,6 +16,7 @@ from megaaccum.pretrain.launch import local
 
 def launch_here(worker, argv, nproc, options):
     local.GRACE_SECONDS = options.pop("grace", local.GRACE_SECONDS)
+    os.chdir(options.pop("folder", "."))
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "0"  # of `mpirun -n 1`
     if options.pop("nohup", False):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -60,6 +61,20 @@ def test_ranks_meet_and_only_rank_0_is_heard(tmp_path, fork):
         assert text == f"2 {[str(rank), str(rank), '2', '2', '2']} {2} {['--lr', '1']}"
     assert "rank 0 speaks" in output
     assert "rank 1 speaks" not in output
+
+
+def import_megatron(argv):
+    import megatron.core
+
+    assert megatron.core.__version__
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_ranks_import_the_installed_megatron_from_a_checkout_too(tmp_path, fork):
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('the one of the folder')")
+    code, output = launched(import_megatron, nproc=1, fork=fork, folder=tmp_path)
+    assert code == 0, output
 
 
 def bad_config(argv):

@@ -76,13 +76,14 @@ def test_reasons_of_verdicts_promise_nothing_for_every_run():
 
 
 def test_a_ramp_that_the_run_does_not_finish_is_an_error_or_a_note_as_the_page_says():
-    assert "for `step_batch_size_schedule`, which covers a whole training, it is a note" in claims("guides/batch.md")
+    assert "for `batch_warmup_steps` that is an error, for the other two, which" in claims("guides/batch.md")
     batch = dict(micro_batch_size=1, seq_length=8)
     run, few = dict(train_iters=3), dict(world_size=1, hidden_size=16)
     with pytest.raises(ConfigError, match="shorten the ramp"):
-        Plan.of(batch=batch | dict(global_batch_size=8, rampup_batch_size=[2, 2, 400]), run=run, **few)
-    made = Plan.of(batch=batch | dict(step_batch_size_schedule="0:2 4K:8"), run=run, **few)
-    assert any("in the middle of the schedule" in note for note in made.notes)
+        Plan.of(batch=batch | dict(grad_accum_steps=8, batch_warmup_steps=400), run=run, **few)
+    for ramp in (dict(rampup_batch_size=[2, 2, 400]), dict(step_batch_size_schedule="0:2 4K:8")):
+        made = Plan.of(batch=batch | dict(global_batch_size=8) | ramp, run=run, **few)
+        assert any("in the middle of the ramp" in note for note in made.notes)
 
 
 def test_keys_promise_nothing_that_other_keys_decide():

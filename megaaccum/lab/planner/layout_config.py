@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 
 from megaaccum.config import Plan, resolve
+from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES
 from megaaccum.config.keys import SECTIONS, all_keys, names_where
 from megaaccum.config.load import reset
 from megaaccum.config.schema import Config
+from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
@@ -130,11 +132,12 @@ def as_sections(config: Config) -> dict[str, Any]:
     sections: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)
-        keys = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}
-        if keys:
+        if keys := {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}:
             sections[name] = keys
     if config.megatron:
         sections["model"] = {**sections.get("model", {}), **config.megatron}
     if config.deepspeed:
-        sections["deepspeed"] = config.deepspeed
+        # Sizes of the command line outrank the JSON's, which those of the file that is written would contradict.
+        stale = DEEPSPEED_SIZES if any(config.origin.get(name) == COMMAND_LINE for name in SIZES) else ()
+        sections["deepspeed"] = {name: value for name, value in config.deepspeed.items() if name not in stale}
     return sections

@@ -59,8 +59,7 @@ def read(
             _read_words(words_of(text), overrides, path.name, path.parent.joinpath, contents)
     config, problems = assemble(contents.sources)
     config.megatron = contents.megatron
-    if contents.blocks:
-        block, origin, by_flags = contents.blocks[-1]
+    for block, origin, by_flags in contents.blocks[-1:]:  # the last one holds
         problems += reconcile(config, block, origin, by_flags=by_flags)
     return config, problems
 
@@ -176,13 +175,14 @@ def _read_overrides(overrides: Sequence[str], contents: _Contents, *, whole: boo
     source = read_command_line(overrides)
     foreign, source.unknown = source.unknown, []
     # A whole run in Megatron's spelling is Megatron's, with its defaults, also where each flag has the name of a key;
-    # values of these that Megatron does not read (`--bf16 true`) are ours.
+    # values of these that Megatron does not read (`--bf16 true`) are ours, but not a list that it reads and refuses.
     megatrons = any(word.partition("=")[0] == "--num-layers" for word in overrides)
     reading = read_flags(overrides) if whole and (foreign or megatrons) else None
-    if reading is not None and (foreign or not reading.problems):
+    if reading is not None and (foreign or not read_flags(overrides, whole=False).problems):
         source = Source(COMMAND_LINE)
         if not foreign:
-            reading.notes.append("the command line is read as Megatron's, with its defaults: --num_layers has ours.")
+            texts = reading.problems or reading.notes
+            texts.append("the command line is read as Megatron's, with its defaults: --num_layers has ours.")
         _put(reading, source, contents)
     elif foreign:
         words = [word for unknown in foreign for word in _as_words(unknown)]

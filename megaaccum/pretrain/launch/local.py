@@ -94,9 +94,7 @@ def _body(
 ) -> Callable[[Path], None]:
     """The command that a rank runs, given the file for its error."""
     preload.prepare()
-    if fork is None:
-        fork = not num_gpus()
-    if fork:
+    if (not num_gpus()) if fork is None else fork:
         preload.libraries(*imports)
         return lambda error: _call(worker, argv, threads)
     return partial(_exec, argv, worker)
@@ -120,15 +118,20 @@ def _call(worker: str, argv: Sequence[str], threads: int) -> None:
 
 def _run(worker: str, argv: Sequence[str]) -> None:
     module, _, name = worker.partition(":")
-    code = getattr(importlib.import_module(module), name)(list(argv))
-    if code:
+    if code := getattr(importlib.import_module(module), name)(list(argv)):
         sys.exit(code)
 
 
 def _exec(argv: Sequence[str], worker: str, error: Path) -> None:
     """Replace a forked rank by a fresh interpreter that runs the worker."""
     os.environ[_ERROR_FILE] = str(error)
-    os.execv(sys.executable, [sys.executable, "-m", "megaaccum.pretrain.launch.local", worker, *argv])
+    os.execv(sys.executable, [*interpreter(), "-m", "megaaccum.pretrain.launch.local", worker, *argv])
+
+
+def interpreter() -> list[str]:
+    """This Python, which imports from the current folder only if this process does: the folder may be a checkout of
+    Megatron-LM, whose `megatron` would come before the installed one."""
+    return [sys.executable, *([] if {"", os.getcwd()} & {*sys.path} else ["-P"])]
 
 
 class _Job:

@@ -72,10 +72,11 @@ def test_step_batch_size_schedule_is_megatron_s(text) -> None:
         consumed += batch.global_batch_size
 
 
-def test_a_run_may_end_in_the_middle_of_a_schedule() -> None:
-    settled = plan(1, pp_microbatches=None, step_batch_size_schedule="0:8 1M:64", train_iters=10)
+@pytest.mark.parametrize("ramp", [dict(step_batch_size_schedule="0:8 1M:64"), dict(rampup_batch_size=[8, 8, 10**4])])
+def test_a_run_may_end_in_the_middle_of_a_ramp(ramp) -> None:
+    settled = plan(1, pp_microbatches=None, global_batch_size=64, train_iters=10, **ramp)
     assert settled.ramp.size_at(0) == 8
-    assert any("in the middle of the schedule" in note for note in settled.notes)
+    assert any("in the middle of the ramp" in note for note in settled.notes)
 
 
 def rampup(start: int, increment: int, samples: int, size: int, consumed: int) -> int:
@@ -156,7 +157,6 @@ REFUSED = [
     (dict(rampup_batch_size=[128, 8, 100]), "never reaches global_batch_size 64"),
     (dict(rampup_batch_size=[8, 8]), "needs three numbers"),
     (dict(rampup_batch_size=[0, 8, 100]), "START and INCREMENT must be at least 1"),
-    (dict(rampup_batch_size=[8, 8, 10**6]), "the run ends after train_iters 100"),
     (dict(batch_warmup_steps=100), "after 100 steps, but the run ends after train_iters 100"),
     (dict(batch_warmup_steps=-1), "batch_warmup_steps is -1: it must be at least 0"),
     (dict(batch_warmup_steps=5, rampup_batch_size=[8, 8, 100]), "each give the growth of the batch"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaaccum.config import precision
-from megaaccum.config.batch import SIZES
+from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES
 from megaaccum.config.coerce import NotOfType, coerce
 from megaaccum.config.deepspeed_config import BF16_OPTIMIZER
 from megaaccum.config.keys import all_keys
@@ -140,14 +140,13 @@ def _reconcile_batch(reconciler: Reconciler) -> None:
     """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
     config, block = reconciler.config, reconciler.config.deepspeed
     written = {name for name in SIZES if getattr(config.batch, name) is not None}
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, steps = (block.get(name) for name in names)
+    whole, micro, steps = (block.get(name) for name in DEEPSPEED_SIZES)
     if not written & {"global_batch_size", "grad_accum_steps"}:
-        reconciler.same(names[0], whole, "global_batch_size")
+        reconciler.same(DEEPSPEED_SIZES[0], whole, "global_batch_size")
     if not written & {"micro_batch_size", "pp_microbatches", "device_batch_size"}:
-        reconciler.same(names[1], micro, "micro_batch_size")
+        reconciler.same(DEEPSPEED_SIZES[1], micro, "micro_batch_size")
     if not written and (whole in (None, "auto") or micro in (None, "auto")):
-        reconciler.same(names[2], steps, "grad_accum_steps")
+        reconciler.same(DEEPSPEED_SIZES[2], steps, "grad_accum_steps")
 
 
 def _mapping(reconciler: Reconciler, name: str, value: object) -> dict[str, Any]:

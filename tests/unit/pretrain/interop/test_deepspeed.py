@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megaaccum.cli.convert import as_yaml
 from megaaccum.config import resolve
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
@@ -96,8 +98,6 @@ def _shown(block: dict, theirs: object) -> object:
 def test_the_command_line_outranks_the_json(
     tmp_path: Path, block: dict, key: str, theirs: object, other: object
 ) -> None:
-    import json
-
     path = tmp_path / "run.json"
     path.write_text(json.dumps({k: v for k, v in SMALL.items() if k != key} | {"deepspeed": block}))
     extra = ["--bf16"] if other == "bf16" else []
@@ -170,13 +170,21 @@ def test_the_json_alone_may_give_the_batch(block: dict, expected: tuple[int, int
 
 
 def test_the_command_line_outranks_the_jsons_batch(tmp_path: Path) -> None:
-    import json
-
     path = tmp_path / "run.json"
     path.write_text(json.dumps(SMALL | {"deepspeed": {"train_batch_size": 32}}))
     settled = resolve(load(path, ["--grad_accum_steps", "4"]), world_size=2)
     assert settled.batch.global_batch_size == 128
     assert any("deepspeed's train_batch_size 32 is set aside" in note for note in settled.notes)
+
+
+def test_a_batch_of_the_command_line_stays_so_in_a_file_that_is_written(tmp_path: Path) -> None:
+    """`convert` writes one, and `train --record` for its ranks."""
+    path, written = tmp_path / "run.json", tmp_path / "written.yaml"
+    path.write_text(json.dumps(SMALL | {"deepspeed": {"train_batch_size": 32, "steps_per_print": 7}}))
+    config = load(path, ["--micro_batch_size", "2", "--pp_microbatches", "2", "--grad_accum_steps", "1"])
+    written.write_text(as_yaml(config, "run.json"))
+    assert load(written).deepspeed == {"steps_per_print": 7}
+    assert resolve(load(written), world_size=2).batch == resolve(config, world_size=2).batch
 
 
 # --- keys that are not honoured --------------------------------------------------------------------------------------
@@ -450,8 +458,6 @@ def test_an_optimizer_without_a_scheduler_keeps_its_rate_as_deepspeeds_does() ->
 
 def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: Path) -> None:
     """Megatron-DeepSpeed builds its own by the flags, and DeepSpeed takes those."""
-    import json
-
     block = {**adam(lr=1.5e-4, max_grad_norm=1.0), "scheduler": {"type": "OneCycle"}, "steps_per_print": 5}
     (tmp_path / "ds.json").write_text(json.dumps(block))
     (tmp_path / "flags.txt").write_text(f"{FLAGS} --deepspeed --deepspeed_config ds.json --zero-stage 0")
@@ -462,8 +468,6 @@ def test_optimizer_and_scheduler_beside_megatrons_flags_are_set_aside(tmp_path: 
 
 
 def test_a_batch_that_tells_the_ranks(tmp_path: Path) -> None:
-    import json
-
     block = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}
     path = tmp_path / "run.json"
     keys = {name: value for name, value in SMALL.items() if name not in ("micro_batch_size", "pp_microbatches")}

@@ -93,6 +93,16 @@ def test_flags_mean_the_same_on_a_command_line_and_in_a_file_if_each_has_the_nam
     assert (own.batch.loss_norm, own.step.nonfinite) == ("token", "zero")
 
 
+def test_a_line_in_megatrons_spelling_that_megatron_refuses_is_not_read_with_our_defaults(tmp_path: Path) -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    flags += " --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 128 --save ckpt"
+    in_file, on_line = problems(write(tmp_path, flags, "flags.txt")), problems(None, flags.split())
+    assert "save_interval" in in_file[0] and in_file[0].split(": ", 1)[1] == on_line[0].split(": ", 1)[1]
+    assert "--num_layers has ours" in on_line[1]
+    own = load(None, flags.replace("--num-layers", "--num_layers").split())
+    assert (own.batch.loss_norm, own.step.nonfinite) == ("token", "zero")
+
+
 def test_values_that_megatron_does_not_read_are_those_of_our_keys() -> None:
     config = load(None, ["--num-layers", "4", "--bf16", "true"])
     assert (config.sharding.bf16, config.batch.loss_norm, config.step.nonfinite) == (True, "token", "zero")
