@@ -92,10 +92,8 @@ def is_tied_copy(param: torch.nn.Parameter) -> bool:
 
 def tied_pair(chunks: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """(embedding, its copy in the head) if one rank holds both in two chunks: pipeline rank 0 of a V."""
-    params = [param for _, param in named_parameters(chunks) if is_tied(param)]
-    copies = [param for param in params if is_tied_copy(param)]
-    originals = [param for param in params if not is_tied_copy(param)]
-    return (originals[0], copies[0]) if copies and originals else None
+    held = {is_tied_copy(param): param for _, param in named_parameters(chunks) if is_tied(param)}
+    return (held[False], held[True]) if len(held) == 2 else None
 
 
 def is_expert(param: torch.Tensor) -> bool:

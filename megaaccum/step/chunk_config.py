@@ -84,22 +84,25 @@ def _answer_schedules(chunk: Any) -> None:
 
 def check_stages(groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError where two stages have a parameter of one name, which a checkpoint and `whole_weights` would
-    hold once, send each other different dtypes, or one of the first and the last trains its copy of a tied embedding
-    and the other does not: only one would come to add them up. Collective over the pipeline."""
-    named = [
-        (groups.stage(number), name)
-        for number, chunk in enumerate(chunks)
-        for name, param in names.named_parameters([chunk])
-        if not names.is_tied(param)
-    ]
+    hold once, send each other different dtypes, or the first and the last have unlike copies of a tied embedding. If
+    one does not train, only the other would come to add them up; a checkpoint holds one, by its name, for both.
+    Collective over the pipeline."""
+    named, copies = list[tuple[int, str]](), list[str]()
+    for number, chunk in enumerate(chunks):
+        for name, param in names.named_parameters([chunk]):
+            if names.is_tied(param):
+                total = param.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64)
+                copies.append(f"{name} ({'trained' if param.requires_grad else 'frozen'}, its bytes add up to {total})")
+            else:
+                named.append((groups.stage(number), name))
     sent = str(getattr(chunks[0].config, "pipeline_dtype", None)).removeprefix("torch.")
-    trains_copy = any(param.requires_grad for chunk in chunks for param in chunk.parameters() if names.is_tied(param))
-    named_on, sent_by, trains = zip(*gathered((named, sent, trains_copy), groups.pp), strict=True)
-    if groups.embedding is not None and trains[0] != trains[-1]:  # a V has both copies on one rank
-        trained, frozen = ("first", "last") if trains[0] else ("last", "first")
+    named_on, sent_by, tied_on = zip(*gathered((named, sent, copies), groups.pp), strict=True)
+    unlike = sorted({copy for on_rank in tied_on for copy in on_rank})
+    one_end = groups.embedding is not None and bool(tied_on[0]) != bool(tied_on[-1])  # a V has both on one rank
+    if len(unlike) > 1 or one_end:
         raise ConfigError(
-            f"the {trained} stage trains its copy of the tied embedding and the {frozen} does not: set requires_grad of"
-            " both alike, or share_embeddings_and_output_weights=False"
+            f"the first and the last stage have unlike copies of a tied embedding, {' and '.join(unlike)}: build each"
+            " with the same name, requires_grad and weights, or set share_embeddings_and_output_weights=False"
         )
     count = Counter(name for on_rank in named_on for _, name in set(on_rank))
     if twice := sorted(name for name, stages in count.items() if stages > 1):
@@ -118,17 +121,18 @@ def _own_config(plan: Plan, chunks: Sequence[torch.nn.Module]) -> ModelParallelC
     """The fields that Megatron's schedules read, for a chunk without a configuration. chunks: this one, and others,
     whose dtype it has if it has no parameter."""
     dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
-    layout = plan.layout
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        batch_p2p_sync=False,
-    )
+    config = ModelParallelConfig(**_sizes(plan), params_dtype=dtype, pipeline_dtype=dtype, batch_p2p_sync=False)
     config.hidden_size = plan.config.model.hidden_size
     return config
+
+
+def _sizes(plan: Plan) -> dict[str, Any]:
+    """The layout as Megatron's configuration names it."""
+    return {
+        "tensor_model_parallel_size": plan.layout.tp,
+        "pipeline_model_parallel_size": plan.layout.pp,
+        "context_parallel_size": plan.layout.cp,
+    }
 
 
 def _layout_problems(plan: Plan, groups: Groups) -> list[str]:
@@ -191,11 +195,7 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
     if getattr(config, "gradient_accumulation_fusion", False):
         unfit = unfit_for_fusion(plan.config.sharding, plan.layout.schedule)
         problems += [f"{unfit}: build the chunks with gradient_accumulation_fusion=False"] if unfit else []
-    sizes = {
-        "tensor_model_parallel_size": plan.layout.tp,
-        "pipeline_model_parallel_size": plan.layout.pp,
-        "context_parallel_size": plan.layout.cp,
-    }
+    sizes = _sizes(plan)
     if getattr(config, "num_moe_experts", None) is not None:
         sizes |= {"expert_model_parallel_size": plan.layout.ep, "expert_tensor_parallel_size": plan.layout.etp}
     problems += [

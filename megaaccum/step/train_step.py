@@ -23,7 +23,7 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.agreement import any_rank
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import ConfigError, MegaaccumError, StepError
+from megaaccum.errors import ConfigError, MegaaccumError, StepError, raise_problems
 from megaaccum.executor.entry import ForwardBackward, get_forward_backward_func
 from megaaccum.model import fp8, names, router_state
 from megaaccum.observe.changing_buffers import ChangingBuffers
@@ -31,6 +31,7 @@ from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
+from megaaccum.schedule.builders import interleaved_problems
 from megaaccum.sharding import ShardingBackend
 from megaaccum.step import call_agreement, grad_norm, retry, short_batch, world_sums
 from megaaccum.step.flush import flush_arguments
@@ -483,6 +484,10 @@ class TrainStep:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         first = 0 if self.opened is None else self.opened.num_microbatches
         batch = read_batch(function, data, self.batch, first=first, **known)
+        group = self.plan.config.parallel.microbatch_group_size_per_vp_stage or self.groups.pp.size()
+        if self.plan.layout.schedule == "interleaved" and len(batch) != self.batch.num_microbatches:
+            problems = interleaved_problems(len(batch), self.groups.pp.size(), group)
+            raise_problems([f"a call with {len(batch)} micro-batches: {each}" for each in problems])
         if self.plan.config.batch.variable_seq_lengths and batch.lengths is None and batch.can_run_again:
             return replace(batch, lengths=[length for _, length in shapes_of(batch.data)] or None)  # type: ignore[arg-type]
         return batch

@@ -128,9 +128,10 @@ def noted_failure(key: str) -> str | None:
 def without_base[T](output: T) -> T:
     """A chunk's or layer's output, if it is a view or a leaf, as a tensor in its memory and its graph that is neither:
     its data may be replaced. Megatron's schedules empty an output that was sent, and refuse a view, as torch's own
-    Linear returns one; a leaf is what the stage has received, and whose gradient it sends back."""
+    Linear returns one, and each operation on a subclass of Tensor, of which this makes a plain one; a leaf is what the
+    stage has received, and whose gradient it sends back."""
     if isinstance(output, torch.Tensor) and (output._base is not None or (output.is_leaf and output.requires_grad)):
-        return cast("T", torch.ops.aten._unsafe_view(output, output.shape))
+        return cast("T", torch.ops.aten._unsafe_view(output.as_subclass(torch.Tensor), output.shape))
     return output
 
 

@@ -136,10 +136,16 @@ def of_two_dtypes(rank):
 
 
 def half_frozen(rank):
+    return tied(rank).requires_grad_(rank == 0)
+
+
+def tied(rank, first="", last="", weights_of=0):
+    """A stage with a copy of a tied weight. first, last: prefixes of its name on the two stages."""
     chunk = chunk_of(rank)
-    tied = next(chunk.parameters())
-    tied.shared_embedding, tied.shared = True, rank == 1
-    return chunk.requires_grad_(rank == 0)
+    chunk.load_state_dict(chunk_of(rank * weights_of).state_dict())
+    copy, chunk.name_in_model = next(chunk.parameters()), (first, last)[rank]
+    copy.shared_embedding, copy.shared = True, rank == 1
+    return chunk
 
 
 def other_groups():
@@ -222,12 +228,16 @@ def wrong_models() -> dict[str, str]:
         "no plan": said(lambda: initialize("ds.json", chunk_of(0))),
         "half a tied pair": said(lambda: engine(half_frozen)),
         "half a tied pair in a loop": said(lambda: in_a_loop(half_frozen)),
+        "one of a tied pair": said(lambda: engine(lambda rank: tied(0) if rank == 0 else chunk_of(1))),
+        "names of a tied pair": said(lambda: engine(lambda rank: tied(rank, "in.", "out."))),
+        "weights of a tied pair": said(lambda: engine(lambda rank: tied(rank, weights_of=1))),
         "names in a loop": said(lambda: in_a_loop(of_no_stage)),
         "groups": other_groups(),
     }
 
 
-TIED = "the first stage trains its copy of the tied embedding and the last does not"
+TIED = "the first and the last stage have unlike copies of a tied embedding, "
+HALF = TIED + "weight.weight (frozen, its bytes add up to 31556) and weight.weight (trained, its bytes add up to 31556)"
 SAME_NAMES = "several stages have a parameter weight.bias, weight.weight: give each chunk a name_in_model such as"
 MODELS = {
     "again": "the model, or a part of it, is another engine's already",
@@ -245,8 +255,11 @@ MODELS = {
     "fusion": "build the chunks with gradient_accumulation_fusion=False",
     "hook": "no_sync_func of the chunks' configuration is set already",
     "sizes": "pipeline_model_parallel_size of the chunks' configuration is 3, but the plan's is 2",
-    "half a tied pair": TIED,
-    "half a tied pair in a loop": TIED,
+    "half a tied pair": HALF,
+    "half a tied pair in a loop": HALF,
+    "one of a tied pair": TIED + "weight.weight (trained, its bytes add up to 31556): build each with the same name,",
+    "names of a tied pair": TIED + "in.weight.weight (trained, its bytes add up to 31556) and out.weight.weight (",
+    "weights of a tied pair": TIED + "weight.weight (trained, its bytes add up to 30992) and weight.weight (trained",
     "no optimizer": "the plan has no lr: give initialize an optimizer",
     "an optimizer": "optimizer is the class SGD, or a function of a list of parameters",
     "no plan": "a plan is made by Plan.of(...) or Plan.load(FILE), but a str was given",

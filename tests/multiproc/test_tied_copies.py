@@ -1,12 +1,14 @@
 """The two copies of a tied embedding, on the first and on the last stage, hold the same bits after every step: with
 three data-parallel ranks, whose sum depends on the order."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megaaccum.lab.verification.testing import run_ranks
+from tests.support import user_models
 from tests.support.distance import problems
 from tests.support.parity import Case, Gradient, Rig
 
@@ -115,3 +117,72 @@ def in_one_flat_run(cases: list[Case]) -> list[tuple[Gradient, int, list[Held]]]
 def test_an_optimizer_rounds_the_last_elements_of_a_flat_run_otherwise():
     alone = run_ranks(in_one_flat_run, 6, [case("--zero_stage 3")], timeout=60)
     assert differing([results[0] for results in alone])
+
+
+class OwnStage(user_models.Stage):
+    """A stage of a user's own whose head is the embedding: one object on one stage, else a copy of its name."""
+
+    def __init__(self, stage: int, stages: int):
+        super().__init__(stage, stages)
+        self.eval()
+        for layer in self.layers:
+            layer.attention = torch.nn.Identity()  # whose rounding steps would multiply
+        if self.post_process:
+            table = user_models.Stage(0, 1).embedding.weight if self.embedding is None else self.embedding.weight
+            self.head = torch.nn.Linear(*reversed(table.shape), bias=False)
+            self.head.weight = table
+        if self.post_process and self.embedding is None:
+            self.embedding, table.shared = self.head, True
+            del self.head
+            vars(self)["head"] = self.embedding  # no second name
+        if stages > 1 and self.embedding is not None:
+            self.embedding.weight.shared_embedding = True
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+OWN = [
+    (dict(pp=2), dict(zero_stage=3)),
+    (dict(pp=2, schedule="zbv"), dict(backend="fsdp2")),
+    (dict(pp=2, vpp=2), dict(backend="megatron")),
+    (dict(pp=2, schedule="dualpipev"), dict(sync="streaming")),
+    (dict(pp=2, schedule="zbv"), dict(zero_stage=1)),
+]
+"""A step is taken in each layout, from the checkpoint of the one before."""
+
+
+def own_steps(folder: str) -> dict[str, torch.Tensor]:
+    """Weights after a step in each layout."""
+    from megaaccum import Plan, initialize
+    from megaaccum.distributed import groups
+
+    batch = dict(micro_batch_size=user_models.ROWS, seq_length=user_models.SEQ, global_batch_size=16 * user_models.ROWS)
+    for step, (layout, sharding) in enumerate(OWN):
+        optimizer = dict(clip_grad=0.5)
+        plan = Plan.of(layout=layout, batch=batch, sharding=sharding, optimizer=optimizer, hidden_size=32)
+        groups.destroy()
+        chunks = [OwnStage(at, plan.layout.num_stages) for at in plan.layout.stages(torch.distributed.get_rank())]
+        engine = initialize(plan, chunks, forward_step_func=user_models.forward_step, optimizer=adam)
+        assert engine.load(folder) == (step > 0)
+        engine.train_step(user_models.batches(step)[engine.groups.dp.rank() :: 2])
+        engine.save(folder)
+    return dict(engine.whole_weights())
+
+
+def test_a_users_own_copies_are_one_weight(tmp_path):
+    whole = OwnStage(0, 1)
+    whole.set_input_tensor(None)
+    optimizer = adam(whole.parameters())
+    for step in range(len(OWN)):
+        optimizer.zero_grad()
+        calls = [user_models.forward_step(iter([each]), whole) for each in user_models.batches(step)]
+        sums, weights, _ = zip(*(loss(output) for output, loss in calls), strict=True)
+        (sum(sums) / sum(weights)).backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+    for found in run_ranks(own_steps, 4, str(tmp_path), timeout=90):
+        assert found.keys() == dict(whole.named_parameters()).keys()
+        for name, weight in whole.named_parameters():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-4, atol=1e-6)
