@@ -73,8 +73,7 @@ class Saver:
 
     def written(self) -> str:
         """The current checkpoint, for the summary."""
-        current = save_load.latest(self.folder)
-        return str(current) if current else f"none in {self.folder} (save_interval, save_at_end)"
+        return str(save_load.latest(self.folder) or f"none in {self.folder} (save_interval, save_at_end)")
 
     def save(self) -> str:
         """Write a checkpoint or, with async_save, start writing it once the one before is complete. Returns what to
