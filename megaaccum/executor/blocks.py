@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
@@ -223,6 +223,9 @@ def cut_columns(chunks: Iterable[torch.nn.Module], blocks: int, tp: dist.Process
                 layer.forward = partial(_column_forward, layer, count, getattr(layer.weight, "partition_stride", 1))
             elif isinstance(module, RowParallelLinear):
                 layer.forward = partial(_row_forward, layer, count)
+            elif isinstance(module, VocabParallelEmbedding):
+                # A row's gradients are added in the order of the tokens in memory, which a mask over tp makes as here.
+                layer.forward = lambda ids, plain=layer.forward: plain(ids.flatten()).view(*ids.shape, -1)
             elif isinstance(module, MoELayer):
                 _let_ranks_have_all_tokens(layer)
             if (core := getattr(layer, "core_attention", None)) is not None:

@@ -116,7 +116,6 @@ class Meter:
         names: dict[str, str] = {dist.group.WORLD.group_name: "world"} if dist.group.WORLD is not None else {}
         if self.groups is not None:
             for name in ("expt_tp", "tp_ep", "tp", "cp", "ep", "pp", "dp", "dp_cp", "embd", "tp_dp_cp"):
-                group = getattr(self.groups.collection, name, None)
-                if group is not None:
+                if (group := getattr(self.groups.collection, name, None)) is not None:
                     names[group.group_name] = name
         return names

@@ -88,8 +88,7 @@ class Recovery:
 
     def lets_pass(self, attempt: Attempt) -> bool:
         """Whether `judge` would make `attempt` an update, and find nothing wrong with it."""
-        is_sound = attempt.is_finite and not attempt.is_empty and not attempt.num_zeroed
-        return is_sound and attempt.norm <= self._guard.limit
+        return attempt.is_finite and not (attempt.is_empty or attempt.num_zeroed) and attempt.norm <= self._guard.limit
 
     def conclude(self, verdict: Attempt) -> None:
         """Move the loss scale by a verdict that was carried out."""

@@ -251,6 +251,8 @@ Note = Callable[[str, torch.distributed.ProcessGroup, torch.dtype, int, float, i
 """A listener to collectives: takes what was heard, the host's seconds, and how many calls it counts as."""
 
 _listeners: list[Note] = []
+unwatched: set[Any] = set()
+"""Process groups whose collectives listeners are not told of: those of another thread, which belong to no step."""
 _waited: dict[int, Heard] = {}
 """First tensor of each call that a listener has heard, by the id of its handle."""
 
@@ -284,8 +286,6 @@ def _replace_collectives() -> None:
     gives_one_handle = functools.cache(lambda group: torch.distributed.get_backend(group) == "nccl")
 
     def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
-        if not _waited:
-            return plain_wait(work, *args, **kwargs)
         start = time.perf_counter()
         try:
             return plain_wait(work, *args, **kwargs)
@@ -293,7 +293,7 @@ def _replace_collectives() -> None:
             if id(work) in _waited:
                 _tell_waited(_waited.pop(id(work)), time.perf_counter() - start)
             else:  # one handle for a batch of messages, as NCCL gives
-                for key in [key for key, (_, group, *_) in _waited.items() if gives_one_handle(group)]:
+                for key in [key for key, (_, group, *_) in [*_waited.items()] if gives_one_handle(group)]:
                     _tell_waited(_waited.pop(key), 0.0)
 
     setattr(Work, "wait", wait)  # noqa: B010
@@ -310,8 +310,8 @@ def noting(method: Callable[..., Any], collective: str, position: int) -> Callab
     gloo each takes 0.1 ms."""
 
     def call(group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if not _listeners or group.size() == 1:
-            skips = _listeners and collective == "all_reduce" and _keeps_one(args[-1])
+        if not _listeners or group.size() == 1 or group in unwatched:
+            skips = _listeners and group.size() == 1 and collective == "all_reduce" and _keeps_one(args[-1])
             return _done(args[0]) if skips else method(group, *args, **kwargs)
         start = time.perf_counter()
         work = method(group, *args, **kwargs)

@@ -64,6 +64,7 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 --backend fsdp2 " + TP2, CUT + EIGHT),
     row(4, PP + "--schedule zbv --pp_microbatches 4 ", CUT + LEAVES),
     row(4, "--pp_microbatches 4 --sync streaming " + TP2, COLUMNS + EIGHT),
+    row(4, "--pp_microbatches 2 " + TP2, COLUMNS + EIGHT + "--micro_batch_size 2 "),
     row(4, "--pp_microbatches 4 --zero_stage 1 " + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 8 --recompute_granularity full " + TP2 + CP2, CUT + BF16 + EIGHT),
     row(4, "--pp_microbatches 4 --backend fsdp2 " + CP2, CUT + NORM + EIGHT),
@@ -342,7 +343,8 @@ def run(cells: list[Cell]) -> list[Outcome]:
 
 def alone(model: str) -> Case:
     """One process with the same micro-batches."""
-    count = Case(1, SAME, model).plan().batch.global_batch_size
+    batch = Case(1, SAME, model).plan().batch
+    count = batch.global_batch_size // batch.micro_batch_size
     return row(1, f"--pp_microbatches {count} ", model.removeprefix(MODEL))
 
 

@@ -23,6 +23,7 @@ LAYOUTS = (
     Case(4, "--pp 2 --num_layers_per_virtual_pipeline_stage 1 --num_chunks 4", SMALL, "fp64"),
     Case(4, "--pp 2 --schedule dualpipev --num_chunks 4 --micro_batch_size 2", SMALL, "fp64"),
     Case(4, "--tp 2 --cp 2 --num_chunks 1", SMALL, "fp64"),
+    Case(4, "--cp 2 --backend fsdp2 --reproducible layout --reproducible_context_blocks 4", SMALL, "fp64"),
 )
 ALONE = Case(1, "--num_chunks 1", SMALL, "fp64")
 

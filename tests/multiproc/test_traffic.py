@@ -2,6 +2,7 @@
 
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.observe.traffic import Meter
+from tests.support.parity import Case
 
 
 def one_of_each():
@@ -42,3 +43,23 @@ def unequal_parts():
 
 def test_of_an_all_to_all_what_other_ranks_send_is_counted():
     assert run_ranks(unequal_parts, 2) == [4 * 2 + 4 * 2, 4 * 1 + 4 * 2]
+
+
+def beside_a_save(folder):
+    """The traffic of a step in which a checkpoint is written."""
+    import torch
+    import torch.distributed as dist
+
+    from megaaccum.distributed import groups
+    from megaaccum.pretrain.training.background_save import BackgroundSave
+    from tests.support.restarts import Run
+
+    meter, run, group = Meter(), Run.of(Case(2, "--pp_microbatches 4", "--num_layers 2")), groups.for_background(1)
+    with meter.counting() as traffic:
+        dist.all_reduce(torch.ones(10))
+        BackgroundSave(folder, run.backend, run.groups, run.engine.progress(), keep_last=1, group=group).finish()
+    return [lane for lane in traffic if "/other/" in lane], "all_reduce/world/float32" in traffic
+
+
+def test_what_a_save_in_the_background_sends_is_no_steps(tmp_path):
+    assert run_ranks(beside_a_save, 2, str(tmp_path)) == [([], True)] * 2

@@ -221,6 +221,18 @@ def test_a_checkpoint_that_may_not_grow_leaves_the_one_before(whole, half, backg
     assert losses(half) == whole[1]
 
 
+@pytest.mark.parametrize(("failed", "saved"), [(2, 4), (8, 8)])
+def test_a_write_that_fails_before_the_next_or_the_end_loses_no_step(whole, tmp_path, failed, saved):
+    """The save that is due next, and the end of the run, wait for it."""
+    make_data(tmp_path)
+    env = {"TEST_FAILS": f"step_000000{failed}"}
+    ended = train(tmp_path, worker="fails_to_write_once", async_save=True, env=env)
+    only_error(ended, f"the checkpoint of step {failed} could not be written: No space left on device")
+    assert f"step_000000{saved} holds the {saved} steps before" in ended.output
+    assert train(tmp_path).code == 0
+    assert losses(tmp_path) == whole[1]
+
+
 def test_a_log_that_cannot_be_written_ends_the_run_on_every_rank(half):
     only_error(train(half, max_bytes=1500, save_interval=0), "log.jsonl cannot be written: File too large")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import multiprocessing
 import os
@@ -291,6 +292,25 @@ def is_told_to_stop_while_it_writes(argv: list[str]) -> int:
             os.kill(os.getppid(), signal.SIGTERM)
 
     dcp.FileSystemWriter.write_data, BackgroundSave.__init__ = slowly, and_stop
+    return train.main(argv)
+
+
+def fails_to_write_once(argv: list[str]) -> int:
+    """Rank 1's first write of the checkpoint that TEST_FAILS names takes its time, and fails."""
+    import torch.distributed.checkpoint as dcp
+
+    from megaaccum.cli import train
+
+    write, failing = dcp.FileSystemWriter.write_data, [os.environ["TEST_FAILS"]] * (os.environ["RANK"] == "1")
+
+    def once(self, *args):
+        if failing and str(self.path).endswith(f"{failing[0]}.tmp"):
+            failing.clear()
+            time.sleep(3)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *args)
+
+    dcp.FileSystemWriter.write_data = once
     return train.main(argv)
 
 

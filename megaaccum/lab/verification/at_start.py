@@ -154,7 +154,7 @@ def _gradient(engine: Engine, microbatches: list[Any], batch: BatchPlan, sample_
     try:
         while True:
             with engine.trial(microbatches, batch=batch, sample_index=sample_index) as attempt:
-                if attempt.is_finite:
+                if attempt.is_finite and not attempt.num_zeroed:  # nonfinite zero makes a gradient finite
                     return _sketch(engine, attempt)
             if scaler is None or not scaler.can_back_off:
                 return None

@@ -34,8 +34,7 @@ def bytes_by_collective(traffic: Traffic) -> dict[str, float]:
     """{`bytes_all_gather_dp_cp`: bytes, ...}, for the log: dtypes added up."""
     totals: dict[str, float] = {}
     for lane, count in traffic.items():
-        collective, group, _ = lane.split("/")
-        name = f"bytes_{collective}_{group}"
+        name = "_".join(["bytes", *lane.split("/")[:2]])
         totals[name] = totals.get(name, 0.0) + count.num_bytes
     return totals
 

@@ -19,11 +19,9 @@ def summarize(
     num_skipped = sum(bool(record.get("skipped")) for record in train)
     rows = {"steps": f"{train[-1]['step']}" + (f", {num_skipped} of them skipped" if num_skipped else "")}
     rows["training loss"] = _from_to(train)
-    valid = [record for record in records if record["kind"] == "valid"]
-    if valid:
+    if valid := [record for record in records if record["kind"] == "valid"]:
         rows["validation loss"] = _from_to(valid) + _share(valid)
-    rows["time"] = f"{duration(seconds)} in this start"
-    rows["goodput"] = goodput
+    rows |= {"time": f"{duration(seconds)} in this start", "goodput": goodput}
     rows |= {name: str(path) for name, path in files.items()}
     width = max(map(len, rows))
     return "\n".join([f"{outcome}:", *(f"  {name:{width}}  {text}" for name, text in rows.items())])

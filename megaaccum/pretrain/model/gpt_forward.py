@@ -39,6 +39,8 @@ class GptForwardStep:
 
     draws_nothing = True
     """It draws no random number outside its chunk, so that it need not be seeded."""
+    adds_blocks = True
+    """Under `reproducible_context_blocks` its loss is a sum over blocks, without reports."""
 
     def __init__(self, groups: Groups, loss_norm: str):
         self._cp, self._tp = groups.collection.cp, groups.tp
@@ -68,9 +70,8 @@ class GptForwardStep:
     def _form_of(self, chunk: Any) -> _Form:
         if (form := self._forms.get(chunk)) is None:
             reads = tuple(name for name in read_by([chunk]) if name != "document_starts")
-            form = self._forms[chunk] = _Form(
-                reads, getattr(chunk, "packs_rows", False), getattr(chunk, "loss_cut", None)
-            )
+            cut = getattr(chunk, "loss_cut", None) if self.adds_blocks else None
+            form = self._forms[chunk] = _Form(reads, getattr(chunk, "packs_rows", False), cut)
         return form
 
     def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, cut: Any, output: torch.Tensor) -> Loss:

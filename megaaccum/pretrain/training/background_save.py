@@ -21,6 +21,7 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.errors import CheckpointError
 from megaaccum.platform import cpu
 from megaaccum.sharding import ShardingBackend
+from megaaccum.upstream import pytorch
 
 
 class BackgroundSave:
@@ -35,6 +36,7 @@ class BackgroundSave:
         keep_last: int, group: dist.ProcessGroup, retain: int | None = None, buffers: Buffers | None = None,
     ):  # fmt: skip
         """Copy the tensors and start writing. Raises CheckpointError on every rank if the folder cannot be created."""
+        pytorch.unwatched.add(group)  # what its thread sends is no step's
         written = written_tensors(backend, groups, buffers)
         self._files = Files(Path(folder), progress, keep_last, retain)
         self._current: Future[None] = Future()
@@ -55,10 +57,9 @@ class BackgroundSave:
         try:
             writing.result()
             self._files.publish_on_rank0()
+            self._current.set_result(None)
         except BaseException as error:
             self._current.set_exception(error)
-        else:
-            self._current.set_result(None)
 
     def finish(self) -> Path:
         """Wait until the checkpoint is current, and return its folder. Collective over the world. Raises

@@ -33,10 +33,9 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
             loss, count = engine.evaluate(microbatches, problem)
             loader.commit(engine.plan.batch.global_batch_size)
             total, weight = total + loss * count, weight + count
+    record = {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
     with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-        log.evaluation(
-            {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
-        )
+        log.evaluation(record)
 
 
 class Texts:

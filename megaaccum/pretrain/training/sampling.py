@@ -89,6 +89,8 @@ class _LastLogits(GptForwardStep):
     """Reports the logits at the masked position: [1, vocabulary] on the context-parallel rank that has it, [0,
     vocabulary] on others."""
 
+    adds_blocks = False
+
     def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         mine = output[mask.bool()].contiguous()
         parts = [torch.empty_like(mine) for _ in range(self._tp.size())]

@@ -73,13 +73,12 @@ class Saver:
 
     def written(self) -> str:
         """The current checkpoint, for the summary."""
-        current = save_load.latest(self.folder)
-        return str(current) if current else f"none in {self.folder} (save_interval, save_at_end)"
+        return str(save_load.latest(self.folder) or f"none in {self.folder} (save_interval, save_at_end)")
 
     def save(self) -> str:
         """Write a checkpoint or, with async_save, start writing it once the one before is complete. Returns what to
         log. Raises CheckpointError on every rank if this one, or the one before, failed."""
-        self.finish()
+        self._finish_or_write()
         if not self.engine.plan.config.run.async_save:
             return str(self._write_by(save_load.save))
         if self._group is None:
@@ -93,17 +92,25 @@ class Saver:
         if writing is not None:
             writing.finish()
 
+    def _finish_or_write(self) -> None:
+        """`finish`; if that checkpoint failed, write one of the present step before its error is raised."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            raise self.save_before_raising(error) from error
+
     def problem(self) -> MegaaccumError | None:
         """The error of a save in the background, as far as this rank knows."""
         return self._writing.problem() if self._writing is not None else None
 
     def save_before_raising(self, error: MegaaccumError) -> MegaaccumError:
         """The error to raise in place of `error`, which ends the run. If all ranks raise it together before the next
-        step, they are in the same state, so a checkpoint of the steps before is written if one is wanted."""
+        step, they are in the same state, so a checkpoint of the steps before is written if one is wanted, as after one
+        that failed."""
         if isinstance(error, StepError):
             return StepError(f"{error} {self.last_good()}")
         everywhere = error.printed_by == "rank 0" and not isinstance(error, RankDisagreement)
-        if not everywhere or not self.is_due(self.engine.step, ends=True):
+        if not everywhere or not (isinstance(error, CheckpointError) or self.is_due(self.engine.step, ends=True)):
             return error
         texts = [str(error)]
         try:
@@ -120,7 +127,7 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.finish()
+            self._finish_or_write()
         elif self._writing is not None:
             self._writing.wait(_WAIT_AFTER_AN_ERROR)
 

@@ -57,19 +57,18 @@ def mean_log_likelihoods(engine: Engine, rows: Sequence[Row]) -> list[float]:
     groups, batch = engine.groups, engine.plan.batch
     dp, per_call = groups.dp.size(), batch.microbatches_per_flush
     size, mine = batch.micro_batch_size, range(groups.dp.rank(), len(rows), dp)
-    totals = torch.zeros(len(rows), dtype=torch.float64)
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=cpu.device())
     for call in range(-(-len(rows) // (dp * size * per_call))):
         starts = range(call * per_call * size, (call + 1) * per_call * size, size)
         at = [list(mine[start : start + size]) for start in starts]
         data = [microbatch_of([rows[index] for index in indices], size, batch.seq_length) for indices in at]
         reports = engine.forward(data, forward_step_func=_RowLosses(groups, "token"))
         for indices, report in zip(at, reports, strict=False):  # empty but on the last stage
-            totals[indices] -= report["rows"].double().cpu()[: len(indices)]
+            totals[indices] -= report["rows"].double()[: len(indices)]
     if groups.tp.rank() > 0:  # ranks of a tp group hold the same sums, ranks of a cp group hold parts
         totals.zero_()
-    summed = totals.to(cpu.device())
-    torch.distributed.all_reduce(summed)
-    return [total / row.scored for total, row in zip(summed.tolist(), rows, strict=True)]
+    torch.distributed.all_reduce(totals)
+    return [total / row.scored for total, row in zip(totals.tolist(), rows, strict=True)]
 
 
 def microbatch_of(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch:
@@ -87,6 +86,8 @@ def microbatch_of(rows: Sequence[Row], size: int, seq_length: int) -> Microbatch
 
 class _RowLosses(GptForwardStep):
     """Reports the sum of the losses of each row's scored tokens, on this context-parallel rank."""
+
+    adds_blocks = False
 
     def loss(self, mask: torch.Tensor, tokens: float, output: torch.Tensor):
         rows = (output.double() * mask).sum(dim=1)

@@ -180,8 +180,7 @@ class TrainingRun:
         ends = self.engine.step == self.last_step or result.stop
         if (result.advanced or result.stop) and self.saver.is_due(self.engine.step, ends, bad=result.bad):
             with self._stopwatch.during("checkpoint"):
-                written = self.saver.save()
-            self.log.note(f"checkpoint  {written}")
+                self.log.note(f"checkpoint  {self.saver.save()}")
 
     def close(self) -> None:
         """Write the summary and leave the process groups. Collective over the world; raises on every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def made(collective: str, operator, ranks: int) -> bool:
     """Whether a collective over `ranks` ranks is made; if not, its handle is done and holds the tensors."""
     calls, tensors, options = [], [torch.ones(2)], AllreduceOptions()
     options.reduceOp = operator
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    group = Mock(size=lambda: ranks, rank=lambda: 0)
     work = pytorch.noting(lambda *given: calls.append(given), collective, 0)(group, tensors, options)
     assert calls or (work.wait() and work.is_completed() and work.get_future().wait() is tensors)
     return bool(calls)
