@@ -105,8 +105,8 @@ class Fsdp2Backend(ShardingBackend):
         """Masters are of optimizer_dtype (float64 stays); the forward sees the precision of the model, sums are made in
         grad_reduce_dtype."""
         sharding = plan.config.sharding
-        planned = names.DTYPES[sharding.params_dtype or "fp32"]
-        compute = next((param.dtype for param in chunk.parameters()), planned)  # a stage may have no layer
+        # A stage may have no layer.
+        compute = next((param.dtype for param in chunk.parameters()), names.DTYPES[sharding.params_dtype or "fp32"])
         is_trained = any(param.requires_grad for param in chunk.parameters())
         if compute in (torch.bfloat16, torch.float16) and sharding.optimizer_dtype == "fp32" and is_trained:
             for param in chunk.parameters():  # buffers keep theirs

@@ -212,10 +212,9 @@ class UnitTurns:
 def _end_backward(root: Any) -> None:
     """End a backward of a fully sharded chunk for torch, whose hooks have seen none if its inputs needed no gradient or
     it did not run: torch 2.15 then lacks this attribute's value, and earlier ones do not have the attribute."""
-    state = root._get_fsdp_state()
-    is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", None)
-    state._state_ctx.manual_backward_finalization_active = bool(is_manual)
-    state._root_post_backward_final_callback()
+    context = root._get_fsdp_state()._state_ctx
+    context.manual_backward_finalization_active = bool(getattr(context, "manual_backward_finalization_active", None))
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def drop_unreduced(root: Any) -> None:
@@ -230,8 +229,11 @@ def drop_unreduced(root: Any) -> None:
 
 def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     """(`held`, the argument of `give_gradient`; the whole parameter, without its data) of each trained parameter of a
-    fully sharded chunk. Collective: FSDP2 makes whole parameters when it first gathers them, and keeps them (torch
-    2.13)."""
+    fully sharded chunk. Their `grad_dtype` stays what it is set to: torch 2.15 leaves it open in a backward that
+    reduces, where two uses of a parameter are then added in the precision of its weights. Collective: FSDP2 makes whole
+    parameters when it first gathers them, and keeps them (torch 2.13)."""
+    for unit in units(root):
+        unit._set_unsharded_grad_dtypes = lambda **_: None
     found = []
     for module in modules(root):
         module.unshard()

@@ -42,7 +42,7 @@ ROWS = [
     row(4, PP + "--schedule zbv --pp_microbatches 8 --backend fsdp2 --sync streaming ", RMS),
     row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --backend megatron ", RMS),
     row(4, "--pp_microbatches 4 --sync streaming ", MTP),
-    row(4, "--pp_microbatches 4 --backend fsdp2 ", MTP + BF16),
+    row(4, "--pp_microbatches 4 --backend fsdp2 --sync streaming ", MTP + BF16),
     row(4, PP + "--schedule zb-h1 --pp_microbatches 8 --sync streaming ", MTP + BF16),
     row(4, "--pp_microbatches 4 --zero_stage 1 " + EP2, EXPERTS),
     row(4, "--pp_microbatches 4 --zero_stage 2 " + EP4, EXPERTS),

@@ -59,6 +59,7 @@ ROWS = [  # tests/long/test_layout_table.py has more
     row(4, "--pp_microbatches 4 --backend fsdp2 ", RMS + TWO),
     row(4, PP + "--schedule dualpipev --pp_microbatches 4 --zero_stage 1 --recompute_granularity full ", MTP + LEAVES),
     row(4, PP + "--pp_microbatches 4 --backend megatron ", MTP + BF16 + LEAVES),
+    row(4, "--pp_microbatches 2 --backend fsdp2 ", MTP + BF16 + LEAVES),  # a head that is used three times
     row(4, PP + "--schedule zbv --pp_microbatches 4 --zero_stage 1 " + EP2, EXPERTS + LEAVES),
     row(4, "--pp_microbatches 4 " + EP4, EXPERTS + BF16 + TWO),
     row(4, "--pp_microbatches 4 --backend fsdp2 " + TP2, CUT + EIGHT),

@@ -53,10 +53,8 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
     name, instead = "optimizer_dtype bf16", "or optimizer_dtype to fp32"
     if not sharding.bf16:
         yield f"{name} with {sharding.params_dtype} parameters: set bf16 to true, {instead}."
-    # FSDP2's shards of gradients have the precision of its weights.
-    allowed = "deepspeed or fsdp2" if sharding.reproducible == "none" else "deepspeed with reproducible layout"
-    if sharding.backend not in allowed.split():
-        yield f"{name} needs backend {allowed}, not {sharding.backend}: set backend, {instead}."
+    if sharding.backend not in ("deepspeed", "fsdp2"):
+        yield f"{name} needs backend deepspeed or fsdp2, not {sharding.backend}: set backend, {instead}."
     elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:
         yield f"{name} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set it to 3, {instead}."
     if sharding.offload_optimizer != "none":

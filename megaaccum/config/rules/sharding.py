@@ -92,6 +92,8 @@ def reproducible(subject: Subject) -> Iterator[str]:
         f"grad_reduce_dtype {sharding.grad_reduce_dtype} elsewhere than in backend deepspeed at zero_stage 3: it rounds"
         " what a rank has, which depends on the number of ranks": sharding.grad_reduce_dtype != "fp32"
         and not (sharding.backend == "deepspeed" and sharding.zero_stage == 3),
+        "optimizer_dtype bf16 with backend fsdp2, whose shards of gradients it rounds too": sharding.backend == "fsdp2"
+        and sharding.optimizer_dtype == "bf16",
         f"data_parallel_replicas {sharding.data_parallel_replicas}: replicas add up their own sums": (
             sharding.data_parallel_replicas > 1
         ),

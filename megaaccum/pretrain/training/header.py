@@ -37,7 +37,7 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
 
 
 def _ramp(plan: Plan) -> str:
-    return f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps" * (not plan.ramp.is_constant)
+    return "" if plan.ramp.is_constant else f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
 
 
 def _checkpoints(plan: Plan) -> str:
