@@ -204,8 +204,6 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     reconciler.same(f"{name}.stage{why if stage == 0 else ''}", 1 if stage == 0 else stage, "zero_stage")
     reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
     _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
-    if block.get("reduce_scatter") is False:
-        reconciler.refuse(f"{name}.reduce_scatter", False, "gradients are reduce-scattered; leave it out")
 
 
 def _offload(reconciler: Reconciler, path: str, value: object) -> None:

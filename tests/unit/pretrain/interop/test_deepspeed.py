@@ -212,7 +212,6 @@ def test_what_is_not_supported_of_zero(name: str) -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer: cpu"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
-        ({"zero_optimization": {"reduce_scatter": False}}, "reduce_scatter False"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size 8"),
         ({"zero_optimization": 3}, "must be a block"),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "auto_cast"),
@@ -513,12 +512,15 @@ def test_sharding_and_precision_are_written() -> None:
 def test_the_users_other_keys_are_passed_on() -> None:
     block = {
         "steps_per_print": 7,
-        "zero_optimization": {"overlap_comm": False, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-    }
+        "zero_optimization": {
+            "overlap_comm": False, "reduce_scatter": False, "offload_optimizer": {"device": "cpu", "pin_memory": True}
+        },
+    }  # fmt: skip
     written = deepspeed_config(plan(2, deepspeed=block))
     assert written["steps_per_print"] == 7
-    assert written["zero_optimization"]["overlap_comm"] is False
-    assert written["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    zero = written["zero_optimization"]
+    assert zero["overlap_comm"] is False and "reduce_scatter" not in zero
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
 @pytest.fixture(scope="module")
