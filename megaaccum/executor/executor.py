@@ -282,10 +282,11 @@ class Flush:
 
 def unfit(output: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Why a stage's output cannot be sent, or None if it can: a receive takes whatever bytes come."""
-    is_tensor = isinstance(output, torch.Tensor)
-    if is_tensor and output.dtype is dtype and output.shape == shape:
+    is_dense = isinstance(output, torch.Tensor) and output.layout is torch.strided
+    if is_dense and output.dtype is dtype and output.shape == shape:
         return None
-    found = f"{list(output.shape)} of {output.dtype}" if is_tensor else f"a {type(output).__name__}"
+    kind = f"a {type(output).__name__} ({getattr(output, 'layout', 'no tensor')})"
+    found = f"{list(output.shape)} of {output.dtype}" if is_dense else kind
     return (
         f"returns {found}, but stages send [sequence, micro-batch, hidden] ="
         f" {list(shape)} of {dtype}: return that, or give the chunks' config another pipeline_dtype"

@@ -141,6 +141,6 @@ class ForwardStep:
 def _nothing(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The triple of a micro-batch that adds nothing, differentiable if `output` is. It multiplies no element by 0: one
     may be infinite."""
-    zeros = (each[None][:0].float().sum() for each in tensors_in(output) if each.requires_grad)
+    zeros = (each.to_dense()[None][:0].float().sum() for each in tensors_in(output) if each.requires_grad)
     zero = sum(zeros, torch.zeros((), device=cpu.device()))
     return zero, torch.zeros((), dtype=torch.float64, device=zero.device), {}

@@ -290,11 +290,11 @@ def _replace_collectives() -> None:
         try:
             return plain_wait(work, *args, **kwargs)
         finally:
-            if id(work) in _waited:
-                _tell_waited(_waited.pop(id(work)), time.perf_counter() - start)
-            else:  # one handle for a batch of messages, as NCCL gives
-                for key in [key for key, (_, group, *_) in [*_waited.items()] if gives_one_handle(group)]:
-                    _tell_waited(_waited.pop(key), 0.0)
+            # NCCL gives one handle for a batch of messages. A thread that saves may wait at the same time.
+            others = [] if id(work) in _waited else [*_waited.items()]
+            for key in (id(work), *(key for key, (_, group, *_) in others if gives_one_handle(group))):
+                if (heard := _waited.pop(key, None)) is not None:
+                    _tell_waited(heard, time.perf_counter() - start if key == id(work) else 0.0)
 
     setattr(Work, "wait", wait)  # noqa: B010
 

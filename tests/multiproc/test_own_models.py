@@ -362,7 +362,14 @@ def over_two_stages(schedule: str, marked: bool) -> tuple[float, list[str]]:
     sgd = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
     engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=sgd)
     errors = []
-    for returns in (lambda x: x.bfloat16(), lambda x: x.transpose(0, 1), lambda x: x[:3], lambda x: (x, None)):
+    wrong = (
+        lambda x: x.bfloat16(),
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:3],
+        lambda x: (x, None),
+        torch.Tensor.to_sparse,
+    )
+    for returns in wrong:
         Stage.returns = staticmethod(returns)
         errors += [said(lambda: engine.train_step(data)), said(lambda: engine.evaluate(data))]
     Stage.returns = staticmethod(lambda x: x.as_subclass(Marked) if marked else x)
@@ -394,7 +401,13 @@ def test_what_a_stage_returns(schedule, marked):
             for error in (errors.pop(-2), errors.pop(-2)):
                 assert "a call with 3 micro-batches: 3 micro-batches in a flush leave a last group of 3 %" in error
                 assert "make it 2 or 4 micro-batches" in error
-        returned = ("[5, 2, 8] of torch.bfloat16", "[2, 5, 8]", "[3, 2, 8]", "a tuple")
+        returned = (
+            "[5, 2, 8] of torch.bfloat16",
+            "[2, 5, 8]",
+            "[3, 2, 8]",
+            "a tuple (no tensor)",
+            "a Tensor (torch.sparse",
+        )
         for error, found in zip(errors[:-1:2], returned, strict=True):
             assert f"chunk 0 returns {found}" in error and sent in error
         assert errors[:-1:2] == errors[1:-1:2], "an evaluation says the same"
