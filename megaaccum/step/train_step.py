@@ -478,15 +478,15 @@ class TrainStep:
 
     def batch_of(self, data: Any, forward_step_func: ForwardStepFunc | None = None, **known: Any) -> Microbatches:
         """`data` as the step takes it. known: count, weights, expected, lengths (`read_batch`). Raises ConfigError for
-        what is missing."""
+        what is missing, and for a number of micro-batches that Megatron's interleaved schedule would refuse."""
         function = forward_step_func or self.forward_step_func
         if function is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         first = 0 if self.opened is None else self.opened.num_microbatches
         batch = read_batch(function, data, self.batch, first=first, **known)
-        group = self.plan.config.parallel.microbatch_group_size_per_vp_stage or self.groups.pp.size()
         if self.plan.layout.schedule == "interleaved" and len(batch) != self.batch.num_microbatches:
-            problems = interleaved_problems(len(batch), self.groups.pp.size(), group)
+            pp, parallel = self.plan.layout.pp, self.plan.config.parallel
+            problems = interleaved_problems(len(batch), pp, parallel.microbatch_group_size_per_vp_stage or pp)
             raise_problems([f"a call with {len(batch)} micro-batches: {each}" for each in problems])
         if self.plan.config.batch.variable_seq_lengths and batch.lengths is None and batch.can_run_again:
             return replace(batch, lengths=[length for _, length in shapes_of(batch.data)] or None)  # type: ignore[arg-type]
