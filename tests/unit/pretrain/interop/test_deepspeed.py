@@ -425,8 +425,9 @@ def test_a_loss_scale_of_the_flags_gives_way_to_that_of_the_json(tmp_path: Path)
     assert load(tmp_path / "flags.txt").step.loss_scale == 12.0
 
 
+@pytest.mark.parametrize("steps", [7, 2, 1])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -> None:
+def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str, steps: int) -> None:
     """DeepSpeed's engine calls the scheduler after each step, and the scheduler begins before its first rate, which two
     steps therefore have: docs/migrating/deepspeed.md says so."""
     import torch
@@ -434,7 +435,7 @@ def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -
 
     from megaaccum.optim import lr_schedule
 
-    block = scheduler(kind, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
+    block = scheduler(kind, warmup_num_steps=steps, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
     block |= adam(lr=1e-3)
     settled = plan(2, deepspeed=block, lr=None, train_iters=60)
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3) for _ in range(2)]
@@ -446,7 +447,7 @@ def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -
             one.append(optimizer.param_groups[0]["lr"])
         theirs.step()
         ours.step(settled.batch.global_batch_size)
-    decay = 7 + 1 if kind == "WarmupCosineLR" else 60
+    decay = max(2, steps) + 1 if kind == "WarmupCosineLR" else 60
     assert rates[0][0] == rates[0][1] == 0.0
     assert rates[0][1:decay] == pytest.approx(rates[1][: decay - 1], rel=1e-12)
     assert rates[0][decay:] == pytest.approx(rates[1][decay:], rel=1e-12)
