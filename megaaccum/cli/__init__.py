@@ -118,11 +118,12 @@ def _other_megatron(error: ImportError) -> LaunchError:
     from importlib.metadata import distribution
 
     own = distribution("megatron-core")
-    first = next(place for each in sys.path if (place := Path(each, "megatron/core")).is_dir())
-    text = (first / "package_info.py").read_text(encoding="utf-8")
+    found = [place for each in sys.path if (place := Path(each, "megatron/core/package_info.py")).is_file()]
+    text = found[0].read_text(encoding="utf-8") if found else ""
     theirs = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
     if own.version.startswith(theirs):
         raise error
+    first = found[0].parent
     return LaunchError(
         f"Megatron-core {theirs} in {first} is imported in place of the installed and tested {own.version} in"
         f" {own.locate_file('megatron/core')}, and fails: take {first.parents[1]} out of PYTHONPATH; if it is the"
