@@ -299,14 +299,16 @@ class StreamingBackend(DeepSpeedBackend):
     # --- parameters come and go ---
 
     def _acquire(self, unit: Unit, then: Unit | None) -> None:
-        """Make the unit's parameters whole, and start to gather those of `then`, which comes next."""
+        """Make the unit's parameters whole, and start to gather those of `then`, which comes next. A rank that shares
+        with none has nothing to wait for: whole at once, they would be there for code that reads them elsewhere, whose
+        gradient no backward of the unit brings."""
         if self._ahead is not None and self._ahead[0] is unit:
             self._ahead[1].wait()
             self._ahead = None
         else:
             self._drop_ahead()
             self._gather(unit).wait()
-        if then is not None:
+        if then is not None and self._groups.dp_cp.size() > 1:
             self._ahead = then, self._gather(then)
 
     def _gather(self, unit: Unit) -> Any:

@@ -177,6 +177,8 @@ class Zero3(ZeroDriver):
         super().__init__(engine)
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
+        for module in engine.module.modules():  # DeepSpeed's dict serves these hooks too, and breaks compiled graphs
+            module._parameters = dict(module._parameters)
         parameter_offload.FWD_MODULE_STACK.remove(engine.module)  # for these hooks alone: it would keep every model
         self.optimizer.max_param_reduce_events = sys.maxsize  # `reduce` waits for them
         self.optimizer._partition_all_parameters = self.release_all  # DeepSpeed walks over all modules three times

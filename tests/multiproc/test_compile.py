@@ -108,3 +108,26 @@ def test_a_compiled_model_takes_the_same_steps(found, cell):
         for name, weight in weights.items():
             torch.testing.assert_close(compiled[name], weight, rtol=1e-5, atol=1e-6)
         assert not complaints
+
+
+def evaluated_in_one_graph() -> float:
+    """The loss of a model that is compiled without a break, under ZeRO-3."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    def forward_step(data_iterator, chunk):
+        return chunk(next(data_iterator)), lambda output: (output.square().sum(), 4, {})
+
+    batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=2)
+    plan = Plan.of(batch=batch, sharding=dict(zero_stage=3), world_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    for param in model.parameters():
+        torch.nn.init.ones_(param)
+    model.compile(backend="aot_eager", fullgraph=True)
+    engine = initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+    return engine.evaluate([torch.ones(4, 8)] * 2)[0]
+
+
+def test_deepspeeds_dict_of_parameters_breaks_no_graph():
+    assert run_ranks(evaluated_in_one_graph, 2) == [pytest.approx(648.0)] * 2
