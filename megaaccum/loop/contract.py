@@ -219,8 +219,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
     def start_grad_sync(self, *unused: Any) -> None:
         """Do nothing: the backend reduces inside the last backward or, if every backward was inside `no_sync`, in
         `optimizer.step`. Raises ConfigError if the backend cannot defer the reduction."""
-        backend = self._step.backend
-        if not backend.can_defer:
+        if not self._step.backend.can_defer:
             name = self._step.plan.config.sharding.backend
             raise ConfigError(
                 f"start_grad_sync: backend {name} reduces inside the last backward alone: run that one outside"
@@ -335,8 +334,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         """Restore the state that `sharded_state_dict` or `state_dict` returned."""
         loop_checkpoint.load_state(self._step.backend, self._step.groups, state_dict)
         counters = state_dict["counters"]
-        transaction = self._step.transaction
-        transaction.load_state_dict(
+        self._step.transaction.load_state_dict(
             counters["transaction"], step=counters["step"], consumed_samples=counters["consumed_samples"]
         )
         self._step.train_steps.recovery.load_state_dict(counters["train_step"])

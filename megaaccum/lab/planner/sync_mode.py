@@ -118,8 +118,7 @@ class Forecast:
         chunks = self.chunks(pp_rank)
         if head_apart or config.sharding.reproducible == "layout":
             chunks = with_head_apart(chunks)
-        vocab = padded_vocab_size(config, self.vocab)
-        return rank_parameters(config.model, chunks, vocab, at)
+        return rank_parameters(config.model, chunks, padded_vocab_size(config, self.vocab), at)
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""
