@@ -43,24 +43,30 @@ class Vocabulary:
 def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizers file, or of the tokenizer.json in a folder.
 
-    Text that merely looks like a special token ("<|endoftext|>" in a web page) is encoded as ordinary text.
-
     Raises:
         DataError: the file is missing, unreadable, or not a tokenizers file.
     """
-    from tokenizers import Tokenizer
-
     path = tokenizer_file(path)
     try:
         with disk_errors("cannot read tokenizer", path):
             text = read_text(path, most=256 << 20)
-        tokenizer = Tokenizer.from_str(text)
+        return parse_tokenizer(text)
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exception, or UnicodeDecodeError before it
         raise DataError(
             f"tokenizer {path} cannot be read: {error}. It must be a Hugging Face tokenizers file (tokenizer.json)"
         ) from error
+
+
+def parse_tokenizer(text: str) -> tokenizers.Tokenizer:
+    """The tokenizer that the text of a tokenizers file describes, which encodes texts whole.
+
+    Text that merely looks like a special token ("<|endoftext|>" in a web page) is encoded as ordinary text.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -121,8 +127,8 @@ def end_of_document(tokenizer: tokenizers.Tokenizer) -> int | None:
     return next((i for i in known if i is not None), None)
 
 
-def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> int:
-    """Id of the token that ends a document, which the option `wanted_by` needs.
+def require_end_of_document(tokenizer: tokenizers.Tokenizer) -> int:
+    """Id of the token that ends a document, which --append-eod needs.
 
     Raises:
         DataError: the tokenizer has none.
@@ -131,8 +137,8 @@ def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> 
     if found is None:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:20]
         raise DataError(
-            f"{wanted_by} needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
-            f"Its special tokens are {special or 'none'}; add one of those names to it, or leave {wanted_by} out"
+            f"--append-eod needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
+            f"Its special tokens are {special or 'none'}; add one of those names to it, or leave --append-eod out"
         )
     return found
 
