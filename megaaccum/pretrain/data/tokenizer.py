@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.errors import DataError
+from megaaccum.platform.replacing import environment
 from megaaccum.pretrain.data.files import digest_of_file, disk_errors, with_suffix
 from megaaccum.texts import read_text
 
@@ -180,16 +180,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-@contextmanager
-def single_threaded() -> Iterator[None]:
+def single_threaded() -> AbstractContextManager[None]:
     """Keeps the tokenizers library to one thread in the block.
 
     Its thread pool makes every later fork of the process print a warning, and megaaccum has processes for speed.
     """
-    before = {name: value for name, value in os.environ.items() if name == _PARALLEL}
-    os.environ[_PARALLEL] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[_PARALLEL]
-        os.environ.update(before)
+    return environment({_PARALLEL: "false"})
