@@ -421,22 +421,20 @@ def wrap(
 
 def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
     """Refuse what needs an Engine, which has the step's micro-batches before they run. Raises ConfigError."""
-    step = plan.config.step
+    step, here = plan.config.step, cpu.device()
+    in_fp8 = any(getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks)
+    elsewhere = any(param.device.type != here.type for chunk in chunks for param in chunk.parameters())
     refused = {
         "nonfinite drop_microbatch runs the step's micro-batches again, which Megatron's loop does not"
         " hand over: set nonfinite to skip, zero or raise": step.nonfinite == "drop_microbatch",
         "fp8: scales are to follow micro-batches, which Megatron's loop does not hand over: leave fp8_format out,"
-        " or train with megaaccum.initialize": any(
-            getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks
-        ),
+        " or train with megaaccum.initialize": in_fp8,
         "skipped_samples retried: Megatron's loop has moved on in its data: set it to consumed": step.skipped_samples
         == "retried",
         "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
         " out, or train with megaaccum.initialize": step.speculative_step,
-        f"parameters of the model are not on {cpu.device()}, on which this rank computes and weights are broadcast:"
-        " move the chunks there first (chunk.to(device))": any(
-            param.device.type != cpu.device().type for chunk in chunks for param in chunk.parameters()
-        ),
+        f"parameters of the model are not on {here}, on which this rank computes and weights are broadcast:"
+        " move the chunks there first (chunk.to(device))": elsewhere,
     }
     raise_problems([text for text, applies in refused.items() if applies])
 
