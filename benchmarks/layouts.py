@@ -216,6 +216,7 @@ def measured(model: str, precision: str, args: argparse.Namespace, folder: str) 
         if args.only and ranks > 1 and args.only not in layout:
             continue
         flags = f"{MODEL} {MODELS[model]} {layout} --global_batch_size {count} --reproducible {args.mode}"
+        flags = flags if args.mode == "layout" else flags.replace(MODELS["cut"], "")
         flags += f" --output_dir {folder}"
         flags += " --bf16" if precision == "bf16" else ""
         middle = f"{folder}/{model}-{precision}-{count}" if args.resumed else None

@@ -350,6 +350,9 @@ def _plan(path: str, overrides: list[str], *, by_default: bool = False):
     config = load(path, overrides)
     if by_default:
         config.sharding.reproducible = "none"
+        for name in ("reproducible_tensor_blocks", "reproducible_context_blocks"):
+            setattr(config.sharding, name, None)
+            config.origin.pop(name, None)
     return configuration.resolve(config, world_size=torch.distributed.get_world_size())
 
 

@@ -60,7 +60,8 @@ reports which were recomputed.
 What a DeepSpeed JSON says about batch, precision, clipping, ZeRO, optimizer and scheduler is taken over where no key
 says it, and must agree where one does; `"auto"` leaves it to the key. Clipping and precision of which it says nothing
 are DeepSpeed's defaults, none and FP32, with a note. Keys that cannot be honoured are errors that name what to write
-instead. `megaaccum check CONFIG --json` prints what DeepSpeed is given in the end.
+instead. A file that `convert`, `train --record` or `plan --write` writes has all this as keys, and in the block what no
+key holds. `megaaccum check CONFIG --json` prints what DeepSpeed is given in the end.
 
 """
 

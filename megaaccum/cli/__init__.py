@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 import megaaccum
-from megaaccum.errors import MegaaccumError, as_users_error, exit_code_of
+from megaaccum.errors import ConfigError, LaunchError, MegaaccumError, as_users_error, exit_code_of
 from megaaccum.platform.replacing import without_collections
 
 COMMANDS = {
@@ -56,7 +58,7 @@ def usage() -> str:
 
 
 def find(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The command that `argv` names, and its arguments. Raises MegaaccumError when there is none such."""
+    """The command that `argv` names, and its arguments. Raises ConfigError when there is none such."""
     for length in (1, 2):
         if (name := " ".join(argv[:length])) in COMMANDS:
             return name, list(argv[length:])
@@ -65,7 +67,7 @@ def find(argv: Sequence[str]) -> tuple[str, list[str]]:
     begun = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
     near = begun or get_close_matches(argv[0], COMMANDS, n=1)
     hint = f"did you mean `megaaccum {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
-    raise MegaaccumError(f"there is no command {' '.join(argv[: 2 if begun else 1])!r}; {hint}")
+    raise ConfigError(f"there is no command {' '.join(argv[: 2 if begun else 1])!r}; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command, arguments = find(argv)
-    except MegaaccumError as error:
-        return complain(error, 2)
-    try:
         code = _prepared(command).main(arguments) or 0
         sys.stdout.flush()
         return code
@@ -94,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error, exit_code_of(error))
     except BrokenPipeError:
         return _unread()
+    except ImportError as error:
+        return complain(_other_megatron(error), 1)
     except OSError as error:  # a file that the user named; of a run the place in the code counts
         if (shown := as_users_error(error)) is error or command == "train":
             raise
@@ -109,6 +110,24 @@ def _prepared(command: str) -> ModuleType:
         quiet.install()  # whatever the command imports
         slurm.adopt()  # a task of srun then looks like a rank of torchrun to every command
         return importlib.import_module(module_of(command))
+
+
+def _other_megatron(error: ImportError) -> LaunchError:
+    """The error to show if a Megatron-core of another version is found before the installed one: of a checkout of
+    Megatron-LM, whose own programs have it on PYTHONPATH. Raises any other `error` again."""
+    from importlib.metadata import distribution
+
+    own = distribution("megatron-core")
+    first = next(place for each in sys.path if (place := Path(each, "megatron/core")).is_dir())
+    text = (first / "package_info.py").read_text(encoding="utf-8")
+    theirs = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
+    if own.version.startswith(theirs):
+        raise error
+    return LaunchError(
+        f"Megatron-core {theirs} in {first} is imported in place of the installed and tested {own.version} in"
+        f" {own.locate_file('megatron/core')}, and fails: take {first.parents[1]} out of PYTHONPATH; if it is the"
+        f" current folder, start `megaaccum` in place of `python -m megaaccum` ({error})"
+    )
 
 
 def _unread() -> int:

@@ -20,7 +20,7 @@ from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
 from megaaccum.config.schema import Config, ShardingConfig
-from megaaccum.errors import ConfigError, DataError, printable
+from megaaccum.errors import ConfigError, DataError, printable, raise_problems
 from megaaccum.lab.planner import auto_schedule, footprint, matrices, sync_mode
 from megaaccum.lab.planner.layouts import SCHEDULES
 from megaaccum.lab.planner.pipeline import seconds_without_barrier
@@ -85,14 +85,12 @@ def describe(
         ConfigError: every error of reading and of resolving, together.
     """
     config, problems = loaded.config, loaded.problems
-    plan = None
     try:
         ranks, source = _world_size(loaded, world_size, hostfile, os.environ)
         plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
-    if plan is None or problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     parts = (_batch, _ramp, _rates, _schedule, _model, _sharding)
     sections = [_layout(plan, source), *(part(plan) for part in parts), ("Derived and set aside", plan.notes)]
     if with_json:
@@ -129,13 +127,9 @@ def _world_size(
     for name in ("world_size", "nproc_per_node"):
         if (ranks := getattr(config.run, name)) is not None:
             return ranks, name
-    smallest = fewest_ranks(config)
-    if (told := ranks_told(config)) > 1:
-        return (
-            smallest * told,
-            f"dp {told} by the batch of the DeepSpeed JSON; --world-size or --hostfile say otherwise",
-        )
-    return smallest, "the smallest for this layout; --world-size or --hostfile say otherwise"
+    told = ranks_told(config)
+    why = f"dp {told} by the batch of the DeepSpeed JSON" if told > 1 else "the smallest for this layout"
+    return fewest_ranks(config) * told, f"{why}; --world-size or --hostfile say otherwise"
 
 
 _Section = tuple[str, list[str]]
@@ -189,8 +183,7 @@ def _ramp(plan: Plan) -> _Section:
     """Every batch of the warm-up; nothing without one."""
     if plan.ramp.is_constant:
         return "Batch warm-up", []
-    columns = f"{'steps':<16}{'from sample':>12}{'sequences':>11}{'tokens':>12}{'micro-batches':>15}{'bubble':>9}"
-    lines = [columns]
+    lines = [f"{'steps':<16}{'from sample':>12}{'sequences':>11}{'tokens':>12}{'micro-batches':>15}{'bubble':>9}"]
     for rung in plan.ramp.rungs():
         batch = plan.ramp.batches[rung.size]
         steps = f"{rung.first_step} on" if rung.num_steps is None else _span(rung.first_step, rung.num_steps)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import yaml
 
 from megaaccum.cli.arguments import command_parser, read_source
-from megaaccum.config.keys import SECTIONS
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner.layout_config import as_sections
@@ -35,10 +34,8 @@ def main(argv: Sequence[str]) -> int:
 
 def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:
     """The keys that were written, by section, with the notes as comments."""
-    sections = as_sections(config)
-    known = {key: sections[key] for key in (*SECTIONS, "deepspeed") if key in sections}
     comments = [f"Converted from {name}{'' if ranks is None else f', which starts {ranks} ranks'}.", *config.notes]
     text = "".join(
         textwrap.fill(printable(note), 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments
     )
-    return text + yaml.safe_dump(known, sort_keys=False, default_flow_style=None, width=118)
+    return text + yaml.safe_dump(as_sections(config), sort_keys=False, default_flow_style=None, width=118)

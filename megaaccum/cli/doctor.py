@@ -117,14 +117,12 @@ def check_required(versions: Versions) -> list[Finding]:
     findings = []
     for name, (least, below) in REQUIRED.items():
         wanted = f">={'.'.join(map(str, least))}" + (f",<{'.'.join(map(str, below))}" if below else "")
-        version = versions.get(name)
-        remedy = f"Install {name}{wanted} (make setup)."
-        if version is None:
-            findings.append(Finding(name, "broken", "not installed", remedy))
-        elif numbers(version) < least or (below is not None and numbers(version) >= below):
-            findings.append(Finding(name, "broken", f"{version}, but {wanted} is needed", remedy))
-        else:
-            findings.append(Finding(name, "ok", version))
+        found = versions.get(name)
+        if found is not None and numbers(found) >= least and (below is None or numbers(found) < below):
+            findings.append(Finding(name, "ok", found))
+            continue
+        wrong = "not installed" if found is None else f"{found}, but {wanted} is needed"
+        findings.append(Finding(name, "broken", wrong, f"Install {name}{wanted} (make setup)."))
     return findings
 
 

@@ -23,9 +23,9 @@ from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
 from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source
 from megaaccum.config.load import given
-from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.shrink import Shrunk
+from megaaccum.pretrain.launch import local
 
 _USAGE = """megaaccum verify CONFIG [--layout tp=2,pp=2] [--world-size N] [--shrink] [--steps N] [--key value ...]
        megaaccum verify --weights DIR [--run RUN]     (a Hugging Face folder; `megaaccum verify --weights --help`)"""
@@ -98,10 +98,7 @@ def _num_gpus(args: argparse.Namespace) -> int | None:
         return None
     if args.dry_run:
         return 0
-    preload.import_torch()
-    import torch
-
-    if not (found := torch.cuda.device_count()):
+    if not (found := local.num_gpus()):
         raise ConfigError("--device gpu: torch finds no GPU here; add --dry-run to take the same path on the CPU")
     return found
 

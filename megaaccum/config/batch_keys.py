@@ -40,9 +40,8 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
         cuts = [name for name in SIZES[:3] if name in sizes.keys() - kept.keys()]
         check_sizes(_with_sizes(config, {name: sizes[name] for name in cuts}), data_parallel_size)
         check_sizes(_with_sizes(config, kept), data_parallel_size)
-    for name in SIZES if not kept or kept.keys() & set(SIZES[2:]) else CUTS:
-        if name not in sizes or name in kept:
-            continue
+    order = SIZES if not kept or kept.keys() & set(SIZES[2:]) else CUTS
+    for name in sorted(sizes.keys() - kept.keys(), key=order.index):
         more = kept | {name: sizes[name]}
         if overrides and problems_of(check_sizes, _with_sizes(config, more), data_parallel_size):
             dropped.append(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megaaccum.config.plan import Plan
 
 PASSED = frozenset(
@@ -33,8 +35,7 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
     batch is left for DeepSpeed to multiply out, over whichever group it is given as data-parallel.
     """
     user, sharding, batch = plan.config.deepspeed, plan.config.sharding, plan.batch
-    zero_block = user.get("zero_optimization")
-    user_zero = zero_block if isinstance(zero_block, dict) else {}
+    user_zero: Any = user.get("zero_optimization", {})
     zero: dict[str, object] = {name: value for name, value in user_zero.items() if name in ZERO_PASSED}
     zero |= {"stage": sharding.zero_stage, "reduce_bucket_size": sharding.reduce_bucket_size}
     if sharding.zero_stage == 3:
@@ -45,8 +46,7 @@ def deepspeed_config(plan: Plan) -> dict[str, object]:
         # twice in 16 bits (sharding/released_linear).
         zero["memory_efficient_linear"] = False
     if sharding.offload_optimizer != "none":
-        block = user_zero.get("offload_optimizer")
-        zero["offload_optimizer"] = {**(block if isinstance(block, dict) else {}), "device": sharding.offload_optimizer}
+        zero["offload_optimizer"] = {**user_zero.get("offload_optimizer", {}), "device": sharding.offload_optimizer}
     in_bf16 = sharding.optimizer_dtype == "bf16"
     passed: dict[str, object] = {name: value for name, value in user.items() if name in PASSED}
     return passed | {

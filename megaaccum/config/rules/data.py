@@ -25,7 +25,7 @@ def split_shares(subject: Subject) -> Iterator[str]:
     """A split has up to three shares, none negative, the first above 0."""
     text = subject.data.split
     try:
-        shares = [float(part) for part in text.split(",")]
+        shares = [float(part) for part in text.removesuffix(",").split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(map(isfinite, shares)) or min(shares) < 0 or shares[0] <= 0:

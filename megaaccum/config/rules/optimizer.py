@@ -8,14 +8,15 @@ from megaaccum.config.rules.subject import Subject
 
 
 def rates(subject: Subject) -> Iterator[str]:
-    """The rate rises from lr_warmup_init to lr and falls to min_lr."""
+    """The rate rises from lr_warmup_init to lr and falls to min_lr; that of embedding and head falls from its own."""
     optimizer = subject.optimizer
     if optimizer.lr <= 0:
         return
-    for name in ("min_lr", "lr_warmup_init"):
-        value = getattr(optimizer, name)
-        if value > optimizer.lr:
-            yield f"{name} {value:g} is more than lr {optimizer.lr:g}: set {name} to at most {optimizer.lr:g}."
+    low = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
+    for name, peak in (("min_lr", "lr"), ("lr_warmup_init", "lr"), (low, "decoupled_lr")):
+        value, most = getattr(optimizer, name), getattr(optimizer, peak)
+        if most is not None and value > most:
+            yield f"{name} {value:g} is more than {peak} {most:g}: set {name} to at most {most:g}."
     if optimizer.lr_mult and optimizer.lr_warmup_init:  # Megatron's warm-up begins at one rate for all groups
         yield f"lr_warmup_init {optimizer.lr_warmup_init:g} knows no lr_mult: set it to 0, or leave lr_mult out."
 

@@ -20,18 +20,11 @@ NEEDED = {
     "fp16": "without fp16, as gradients do not underflow in the range of FP32 and BF16: set fp16 to true",
     "grad_norm_guard": "without a guard: set grad_norm_guard to warn, skip or stop",
     "lr_scaling": "with lr_scaling {}: set lr_scaling to linear or sqrt",
-    "optimizer lion": "with optimizer {}: set optimizer to lion",
-    "optimizer muon": "with optimizer {}: set optimizer to muon",
-    "optimizer muon|soap": "with optimizer {}: set optimizer to muon or soap",
-    "optimizer soap": "with optimizer {}: set optimizer to soap",
-    "lr_decay_style WSD": "with lr_decay_style {}: set lr_decay_style to WSD",
-    "backend deepspeed": "with backend {}: set backend to deepspeed",
-    "backend deepspeed|fsdp2|megatron": "with backend {}: set backend to deepspeed, fsdp2 or megatron",
-    "schedule interleaved": "with schedule {}: set schedule to interleaved",
     "sft": "without conversations: set sft to true",
     "cold_expert_offload": "without cold_expert_offload: set cold_expert_offload to true",
 }
-"""When keys have no effect, by the key that they need (`Facts.needs`), and the remedy; {} is that key's value."""
+"""When keys have no effect, by the key that they need (`Facts.needs`), and the remedy; {} is that key's value.
+Default: to set the key to a word that they need."""
 
 
 def required(subject: Subject) -> Iterator[str]:
@@ -62,12 +55,14 @@ def without_effect(subject: Subject) -> Iterator[str]:
     """A key that was written has an effect."""
     unused: dict[str, list[str]] = {}
     for name in subject.given(*names_where(lambda facts: facts.needs)):
+        off = unmet_need(name, partial(value, subject))
         # A size of 1, which launch scripts spell out, says nothing about experts.
-        if (off := unmet_need(name, partial(value, subject))) in NEEDED and getattr(subject.parallel, name, None) != 1:
+        if (off in NEEDED or " " in off) and getattr(subject.parallel, name, None) != 1:
             unused.setdefault(off, []).append(name)
     for off, names in unused.items():
-        text = NEEDED[off].format(value(subject, off.split()[0]))
-        yield f"{', '.join(names)}: no effect {text}, or leave {them(names)} out."
+        key, _, words = off.partition(" ")
+        why = NEEDED.get(off, f"with {key} {{}}: set {key} to {words.replace('|', ' or ')}")
+        yield f"{', '.join(names)}: no effect {why.format(value(subject, key))}, or leave {them(names)} out."
 
 
 def world_size(subject: Subject) -> Iterator[str]:

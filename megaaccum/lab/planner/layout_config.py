@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megaaccum.config import Plan, resolve
+from megaaccum.config import Plan, precision, resolve
 from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES
-from megaaccum.config.keys import SECTIONS, all_keys, names_where
+from megaaccum.config.deepspeed_config import PASSED, ZERO_PASSED
+from megaaccum.config.keys import SECTIONS, all_keys, names_where, value
 from megaaccum.config.load import reset
+from megaaccum.config.plan import MONITORS
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError
@@ -84,8 +85,8 @@ def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
 
 def put(config: Config, keys: Mapping[str, Any]) -> None:
     """Set these keys, as written by the plan."""
-    for name, value in keys.items():
-        setattr(getattr(config, all_keys()[name].section), name, value)
+    for name, new in keys.items():
+        setattr(getattr(config, all_keys()[name].section), name, new)
         config.origin[name] = "the plan"
 
 
@@ -129,15 +130,27 @@ def write_config(config: Config, path: Path, comment: str) -> None:
 
 def as_sections(config: Config) -> dict[str, Any]:
     """The keys that were written, by section, as a YAML file holds them."""
-    sections: dict[str, Any] = {}
-    for name in SECTIONS:
-        section = getattr(config, name)
-        if keys := {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name in config.origin}:
-            sections[name] = keys
-    if config.megatron:
-        sections["model"] = {**sections.get("model", {}), **config.megatron}
-    if config.deepspeed:
-        # Sizes of the command line outrank the JSON's, which those of the file that is written would contradict.
-        stale = DEEPSPEED_SIZES if any(config.origin.get(name) == COMMAND_LINE for name in SIZES) else ()
-        sections["deepspeed"] = {name: value for name, value in config.deepspeed.items() if name not in stale}
-    return sections
+    sections: dict[str, Any] = {name: {} for name in SECTIONS}
+    for key in all_keys().values():
+        if key.name in config.origin:
+            sections[key.section][key.name] = value(config, key.name)
+    sections["model"] |= config.megatron
+    sections["deepspeed"] = _without_keys(config)
+    return {name: keys for name, keys in sections.items() if keys}
+
+
+def _without_keys(config: Config) -> dict[str, Any]:
+    """The DeepSpeed JSON without what keys were set by or set aside: a file that states both contradicts itself as soon
+    as one is changed. Its sizes stay to be compared with the batch, unless the command line's outrank them; "auto"
+    stays where DeepSpeed's default would replace the key's."""
+    names = PASSED | MONITORS | set(() if "clip_grad" in config.origin else {"gradient_clipping"})
+    names |= set() if precision.is_given(config) else {"bf16", "bfloat16", "fp16"}
+    names |= set() if any(config.origin.get(name) == COMMAND_LINE for name in SIZES) else {*DEEPSPEED_SIZES}
+    kept: dict[str, Any] = {name: item for name, item in config.deepspeed.items() if name in names}
+    for name in MONITORS & kept.keys():
+        kept[name] = {inner: item for inner, item in kept[name].items() if inner not in ("output_path", "project")}
+    theirs: Any = config.deepspeed.get("zero_optimization", {})
+    zero = {name: item for name, item in theirs.items() if name in ZERO_PASSED}
+    if offload := theirs.get("offload_optimizer"):
+        zero["offload_optimizer"] = offload | {"device": "auto"}
+    return kept | ({"zero_optimization": zero} if zero else {})

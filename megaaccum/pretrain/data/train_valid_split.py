@@ -47,7 +47,7 @@ def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[
 
 def split_ends(split: str) -> tuple[float, float]:
     """The shares of a dataset at which training and validation end."""
-    shares = [float(share) for share in split.split(",")] + [0.0, 0.0]
+    shares = [float(share) for share in split.removesuffix(",").split(",")] + [0.0, 0.0]
     train_end = shares[0] / sum(shares)
     return train_end, train_end + shares[1] / sum(shares)
 

@@ -83,9 +83,9 @@ def run_trusted(command: Sequence[str], tools: Path) -> str:
                     survivor.kill()
 
 
-def shell(name: str) -> str:
-    """One of the shell programs beside this module."""
-    return (Path(__file__).parent / "shell" / name).read_text(encoding="utf-8")
+def shell(*names: str) -> str:
+    """Shell programs beside this module, one after another."""
+    return "".join((Path(__file__).parent / "shell" / name).read_text(encoding="utf-8") for name in names)
 
 
 def _environment(tools: Path) -> dict[str, str]:

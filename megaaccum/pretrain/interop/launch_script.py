@@ -66,10 +66,8 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
         records = left / jails.RECORDS.relative_to("/")
         records.mkdir(parents=True)
         _write_recorders(tools, jails.RECORDS if jail else records)
-        if jail:
-            output = jails.run(["/bin/sh", "-c", jails.shell("prepare.sh"), "sh", *command], _top(script), tools, left)
-        else:
-            output = jails.run_trusted(command, tools)
+        start = ["/bin/sh", "-c", jails.shell("slurm.sh", "prepare.sh" if jail else "start.sh"), "sh", *command]
+        output = jails.run(start, _top(script), tools, left) if jail else jails.run_trusted(start, tools)
         yield _the_launch(_read_records(records), script, left if jail else None, output)
 
 
@@ -84,7 +82,7 @@ def _script_of(command: Sequence[str]) -> Path:
 def _write_recorders(folder: Path, records: Path) -> None:
     folder.mkdir()
     recorder = jails.shell("record.sh").replace("{records}", str(records))
-    scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, jails.shell("wrap.sh"))
+    scripts = dict.fromkeys(LAUNCHERS, recorder) | dict.fromkeys(WRAPPERS, jails.shell("slurm.sh", "wrap.sh"))
     scripts |= dict.fromkeys(SILENT, "#!/bin/sh\n")
     for name, text in scripts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -147,6 +147,25 @@ def test_an_unknown_command_names_the_nearest(capsys, argv, near):
     assert near is None or near in err
 
 
+def test_a_checkout_of_megatron_before_the_installed_one_is_one_message(monkeypatch, capsys, tmp_path):
+    """Megatron-LM's own programs have it on PYTHONPATH; that of another version may not even import."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 3\n")
+
+    def fail(argv):
+        raise ModuleNotFoundError("No module named 'six'")
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(main=fail))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["train"])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"megaaccum: error: Megatron-core 0.12.3 in {core} is imported in place of the installed")
+    assert f"take {tmp_path} out of PYTHONPATH" in err and "No module named 'six'" in err
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
 def test_help_lists_every_command(capsys, argv):
     assert cli.main(argv) == 0

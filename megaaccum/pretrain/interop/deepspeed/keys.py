@@ -13,6 +13,10 @@ DROPPED: dict[str, str] = _TABLES["dropped"]
 """Not passed to DeepSpeed, with the reason. Some are reconciled first, or refused if switched on."""
 REFUSED: dict[str, str] = _TABLES["refused"]
 """Keys that are refused if switched on, and what to write instead."""
+FP16_REFUSED: dict[str, str] = _TABLES["fp16_refused"]
+"""Keys of fp16 that are refused if switched on, and what to write instead."""
+OFFLOAD_REFUSED: dict[str, str] = _TABLES["offload_refused"]
+"""Keys of an offload_optimizer block that are refused if switched on, and what to write instead."""
 RECONCILED = frozenset(_TABLES["reconciled"].split())
 """Reconciled with megaaccum's own keys."""
 ZERO_DROPPED = {name: why for why, names in _TABLES["zero_dropped"].items() for name in names.split()}

@@ -138,9 +138,8 @@ def reconcile(config: Config, block: dict[str, object], origin: str, *, by_flags
 
 def _reconcile_batch(reconciler: Reconciler) -> None:
     """Set batch sizes that the keys leave open. DeepSpeed's micro-batch is a pipeline's micro-batch."""
-    config, block = reconciler.config, reconciler.config.deepspeed
-    written = {name for name in SIZES if getattr(config.batch, name) is not None}
-    whole, micro, steps = (block.get(name) for name in DEEPSPEED_SIZES)
+    written = {name for name in SIZES if getattr(reconciler.config.batch, name) is not None}
+    whole, micro, steps = map(reconciler.config.deepspeed.get, DEEPSPEED_SIZES)
     if not written & {"global_batch_size", "grad_accum_steps"}:
         reconciler.same(DEEPSPEED_SIZES[0], whole, "global_batch_size")
     if not written & {"micro_batch_size", "pp_microbatches", "device_batch_size"}:
@@ -187,13 +186,8 @@ def _loss_scale(reconciler: Reconciler, block: dict[str, Any]) -> None:
             reconciler.same(f"fp16.{key}", block[key], key)
         else:
             reconciler.default(f"fp16.{key}", theirs, key)
-    for inner, instead in (
-        ("consecutive_hysteresis", "overflows count as in Megatron, until the scale doubles; leave it out"),
-        ("auto_cast", "Megatron's layers take token numbers; leave it out"),
-        ("fp16_master_weights_and_grads", "master weights and sums of gradients are FP32; leave it out"),
-    ):
-        if block.get(inner):
-            reconciler.refuse(f"fp16.{inner}", block[inner], instead)
+    for inner, item in block.items():
+        reconciler.sort(f"fp16.{inner}", item, keys.FP16_REFUSED, {}, block)
 
 
 def _zero(reconciler: Reconciler, name: str, value: object) -> None:
@@ -203,20 +197,17 @@ def _zero(reconciler: Reconciler, name: str, value: object) -> None:
     stage, why = block.get("stage"), " (0 there, and 1 is the least here: the step is the same)"
     reconciler.same(f"{name}.stage{why if stage == 0 else ''}", 1 if stage == 0 else stage, "zero_stage")
     reconciler.same(f"{name}.reduce_bucket_size", block.get("reduce_bucket_size"), "reduce_bucket_size")
-    _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer"))
+    _offload(reconciler, f"{name}.offload_optimizer", block.get("offload_optimizer") or {})
 
 
 def _offload(reconciler: Reconciler, path: str, value: object) -> None:
-    if value is None:
-        return
     block = _mapping(reconciler, path, value)
     if block.get("device") == "nvme":
         reconciler.refuse(f"{path}.device", "nvme", "write offload_optimizer: cpu instead")
     else:
         reconciler.same(f"{path}.device", block.get("device"), "offload_optimizer")
-    for inner in ("super_offload", "zenflow"):
-        if block.get(inner):
-            reconciler.refuse(f"{path}.{inner}", block[inner], "leave it out")
+    for inner, item in block.items():
+        reconciler.sort(f"{path}.{inner}", item, keys.OFFLOAD_REFUSED, {}, block)
 
 
 def _data_types(reconciler: Reconciler, name: str, value: object) -> None:
@@ -337,7 +328,8 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         if name not in params and not _by_key(reconciler.config, known[name], *rivals.get(name, ())):
             _scheduler_param(reconciler, name, value, _BY_DEFAULT)
     for name, value in params.items():
-        _scheduler_param(reconciler, name, value)
+        short = name == "warmup_num_steps" and value in (0, 1)
+        _scheduler_param(reconciler, name, 2 if short else value, " (2 is the least there)" * short)
     if style == "linear":  # which decays to the rate at which the warm-up began
         reconciler.same("scheduler.params.warmup_min_lr", params.get("warmup_min_lr"), "min_lr")
 

@@ -204,7 +204,8 @@ _IN_WORDS = {
     "--fp8-hybrid": "--fp8-format hybrid",
 }
 """Switches of Megatron-DeepSpeed, and what Megatron-LM's list has in their place."""
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+_VALUES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "HFTokenizer": "HuggingFaceTokenizer"}
+"""Values of Megatron-DeepSpeed that Megatron-LM has under another name."""
 
 
 def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]]]:
@@ -214,8 +215,8 @@ def _in_todays_names(flag: str, values: list[str]) -> list[tuple[str, list[str]]
         return flag_groups(_IN_WORDS[dashed].split())[0]
     if dashed == "--num-key-value-heads":
         return [("--group-query-attention", []), ("--num-query-groups", values)]
-    if dashed == "--normalization":
-        values = [_NORMS.get(each, each) for each in values]
+    if dashed in ("--normalization", "--tokenizer-type"):
+        values = [_VALUES.get(each, each) for each in values]
     return [(_RENAMED.get(dashed, flag), values)]
 
 

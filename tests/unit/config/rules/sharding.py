@@ -155,6 +155,7 @@ BROKEN: list[Case] = [
     ),
     ("expert_groups", 4, EXPERTS | TP2 | dict(expert_tensor_parallel_size=4), ["size 4", "does not divide", "to 2"]),
     ("cold_experts", 1, dict(cold_expert_offload=True), ["num_experts is not given", "cold_expert_offload to false"]),
+    ("without_effect", 1, dict(reproducible_context_blocks=2), ["reproducible none: set reproducible to layout"]),
     ("without_effect", 1, dict(cold_expert_tokens=5), ["cold_expert_tokens: no effect", "cold_expert_offload to true"]),
     ("without_effect", 1, EXPERTS | dict(cold_expert_steps=5), ["cold_expert_steps: no effect", "leave it out"]),
     ("cold_experts", 1, COLD | dict(backend="fsdp2"), ["backend is fsdp2", "deepspeed"]),

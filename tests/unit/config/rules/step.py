@@ -127,6 +127,8 @@ BROKEN: list[Case] = [
         dict(num_experts=4, moe_pad_expert_input_to_capacity=True),
         ["moe_pad_expert_input_to_capacity", "set moe_expert_capacity_factor"],
     ),
+    ("rates", 1, dict(min_lr=1e-4, decoupled_lr=1e-5), ["min_lr 0.0001", "decoupled_lr 1e-05", "at most 1e-05"]),
+    ("rates", 1, dict(decoupled_lr=1e-5, decoupled_min_lr=1e-4), ["decoupled_min_lr 0.0001", "at most 1e-05"]),
     ("rates", 1, dict(min_lr=0.01), ["min_lr 0.01", "lr 0.001", "at most 0.001"]),
     ("rates", 1, dict(lr_warmup_init=0.01), ["lr_warmup_init 0.01"]),
     ("rates", 1, dict(lr_mult=["embedding.*=0"], lr_warmup_init=1e-5), ["lr_warmup_init 1e-05", "leave lr_mult out"]),

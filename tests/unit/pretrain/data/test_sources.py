@@ -14,7 +14,7 @@ from megaaccum.pretrain.data.indexed import check_tables, open_pair
 from megaaccum.pretrain.data.sources import Blend, Sources, check_files, data_folder, read_sources, vocab_size
 from megaaccum.pretrain.data.tokenizer import read_tokenizer, train_tokenizer
 from megaaccum.pretrain.data.train_valid_split import check_ranges, epoch_samples, split_ranges
-from tests.support.configs import make
+from tests.support.configs import make, plan
 from tests.support.data_samples import counting_pair, sentences, write_pair
 
 
@@ -60,10 +60,14 @@ def test_blends_that_make_no_sense(words, text):
         check_files(make(data_path=words))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1,1", "0,1,1", "nan,1", "969;30;1"])
+@pytest.mark.parametrize("split", ["", ",", "100,,", "a,b", "1,2,3,4", "-1,1,1", "0,1,1", "nan,1", "969;30;1"])
 def test_splits_that_make_no_sense(split):
     with pytest.raises(ConfigError, match="must be shares of train, valid and test"):
         check_files(make(split=split))
+
+
+def test_a_split_may_end_in_a_comma_as_megatrons_may():
+    assert plan(split="100,").config.data.split == "100,"
 
 
 def test_a_path_per_split():
@@ -90,6 +94,7 @@ def test_ranges_are_megatrons(tmp_path):
     for case in range(60):
         count = numbers.randint(1, 400)
         split = ",".join(str(numbers.choice([1, 2, 0.5, 30, 969, 33.3])) for _ in range(numbers.randint(1, 3)))
+        split += numbers.choice(["", ","])
         pair = open_pair(write_pair(tmp_path / str(case), [[1]] * count))
         sources = Sources(train=Blend(prefixes=["p"]), valid=None, split=split)
         ours = [parts[0] for parts in split_ranges(sources, {"p": pair})]

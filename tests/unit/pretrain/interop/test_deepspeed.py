@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaaccum.cli.convert import as_yaml
-from megaaccum.config import resolve
+from megaaccum.config import Config, Plan, resolve
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
@@ -101,9 +101,42 @@ def test_the_command_line_outranks_the_json(
     path = tmp_path / "run.json"
     path.write_text(json.dumps({k: v for k, v in SMALL.items() if k != key} | {"deepspeed": block}))
     extra = ["--bf16"] if other == "bf16" else []
-    settled = resolve(load(path, [f"--{key}", str(other), *extra]), world_size=2)
+    config = load(path, [f"--{key}", str(other), *extra])
+    settled = resolve(config, world_size=2)
     assert value(settled.config, key) == other
     assert any("is set aside: the command line gives" in note for note in settled.notes)
+    assert _keys(resolve(_written(config, tmp_path), world_size=2)) == _keys(settled)
+
+
+def _keys(settled: Plan) -> dict[str, object]:
+    """Every key's value."""
+    return {name: value(settled.config, name) for name in all_keys()}
+
+
+def _written(config: Config, folder: Path) -> Config:
+    """The configuration that is read again from the file that `convert` writes, and `train --record` for its ranks."""
+    path = folder / "written.yaml"
+    path.write_text(as_yaml(config, "run.json"))
+    return load(path)
+
+
+def test_a_file_that_is_written_says_a_thing_once(tmp_path: Path) -> None:
+    """The optimizer of a JSON, which Megatron's flags replace, stays set aside."""
+    block = {
+        "steps_per_print": 7,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1}},
+    }
+    monitor = {"tensorboard": {"enabled": True, "output_path": "t", "job_name": "j"}}
+    (tmp_path / "ds.json").write_text(json.dumps(block | monitor | adam(weight_decay=0.25)))
+    flags = ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")]
+    config = load(None, [*FLAGS.split(), *flags])
+    again = _written(config, tmp_path)
+    assert _keys(resolve(again, world_size=2)) == _keys(resolve(config, world_size=2))
+    assert again.deepspeed == {
+        "steps_per_print": 7,
+        "tensorboard": {"enabled": True, "job_name": "j"},
+        "zero_optimization": {"offload_optimizer": {"device": "auto", "ratio": 1}},
+    }
 
 
 def test_auto_leaves_everything_to_the_keys() -> None:
@@ -120,6 +153,14 @@ def test_auto_leaves_everything_to_the_keys() -> None:
     }
     assert plan(2, deepspeed=block).batch == plan(2).batch
     assert plan(2, deepspeed=block).config.optimizer == plan(2).config.optimizer
+
+
+def test_auto_stays_in_a_file_that_is_written(tmp_path: Path) -> None:
+    """Without it DeepSpeed's defaults would hold: no clipping, FP32."""
+    path = tmp_path / "run.json"
+    block = {"steps_per_print": 7, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    path.write_text(json.dumps({key: value for key, value in SMALL.items() if key != "bf16"} | {"deepspeed": block}))
+    assert _written(load(path), tmp_path).deepspeed == block
 
 
 # --- batch -----------------------------------------------------------------------------------------------------------
@@ -178,13 +219,12 @@ def test_the_command_line_outranks_the_jsons_batch(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_the_command_line_stays_so_in_a_file_that_is_written(tmp_path: Path) -> None:
-    """`convert` writes one, and `train --record` for its ranks."""
-    path, written = tmp_path / "run.json", tmp_path / "written.yaml"
+    path = tmp_path / "run.json"
     path.write_text(json.dumps(SMALL | {"deepspeed": {"train_batch_size": 32, "steps_per_print": 7}}))
     config = load(path, ["--micro_batch_size", "2", "--pp_microbatches", "2", "--grad_accum_steps", "1"])
-    written.write_text(as_yaml(config, "run.json"))
-    assert load(written).deepspeed == {"steps_per_print": 7}
-    assert resolve(load(written), world_size=2).batch == resolve(config, world_size=2).batch
+    again = _written(config, tmp_path)
+    assert again.deepspeed == {"steps_per_print": 7}
+    assert resolve(again, world_size=2).batch == resolve(config, world_size=2).batch
 
 
 # --- keys that are not honoured --------------------------------------------------------------------------------------
@@ -385,8 +425,9 @@ def test_a_loss_scale_of_the_flags_gives_way_to_that_of_the_json(tmp_path: Path)
     assert load(tmp_path / "flags.txt").step.loss_scale == 12.0
 
 
+@pytest.mark.parametrize("steps", [7, 2, 1])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -> None:
+def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str, steps: int) -> None:
     """DeepSpeed's engine calls the scheduler after each step, and the scheduler begins before its first rate, which two
     steps therefore have: docs/migrating/deepspeed.md says so."""
     import torch
@@ -394,7 +435,7 @@ def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -
 
     from megaaccum.optim import lr_schedule
 
-    block = scheduler(kind, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
+    block = scheduler(kind, warmup_num_steps=steps, **({} if kind == "WarmupLR" else {"total_num_steps": 50}))
     block |= adam(lr=1e-3)
     settled = plan(2, deepspeed=block, lr=None, train_iters=60)
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3) for _ in range(2)]
@@ -406,7 +447,7 @@ def test_deepspeeds_schedulers_come_a_step_later_but_for_the_cosine(kind: str) -
             one.append(optimizer.param_groups[0]["lr"])
         theirs.step()
         ours.step(settled.batch.global_batch_size)
-    decay = 7 + 1 if kind == "WarmupCosineLR" else 60
+    decay = max(2, steps) + 1 if kind == "WarmupCosineLR" else 60
     assert rates[0][0] == rates[0][1] == 0.0
     assert rates[0][1:decay] == pytest.approx(rates[1][: decay - 1], rel=1e-12)
     assert rates[0][decay:] == pytest.approx(rates[1][decay:], rel=1e-12)

@@ -64,6 +64,28 @@ def test_what_a_script_would_start_is_recorded(script, text, ranks):
         assert launch.world_size == ranks
 
 
+HEADER = "#SBATCH --nodes=2 -c 6\n#SBATCH --ntasks-per-node 1\n#SBATCH --gres=gpu:a100:4\n"
+JOB = "torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE a.py --num-layers $SLURM_CPUS_PER_TASK"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        (f"{HEADER}{JOB} --hidden-size $((SLURM_NTASKS * SLURM_NTASKS_PER_NODE))", 8),
+        (
+            f'{HEADER}[ "$SLURM_JOB_ID" ] || exec sbatch -N3 --nodes 2 "$0" -n 9\n{JOB} --hidden-size $SLURM_NPROCS',
+            8,
+        ),
+        (f"{HEADER}export SLURM_NNODES=5\n{JOB} --hidden-size 2", 20),
+        ("torchrun --nnodes ${SLURM_NNODES:-3} a.py --nproc 1 --num-layers 6 --hidden-size 2", None),
+    ],
+)
+def test_the_header_of_a_job_gives_it_slurms_variables(script, text, ranks):
+    with script(text) as launch:
+        assert launch.argv[-4:] == ["--num-layers", "6", "--hidden-size", "2"]
+        assert launch.world_size == ranks
+
+
 def test_arguments_python_and_files_that_it_writes(script, tmp_path):
     text = """
     cat > ds.json <<EOF

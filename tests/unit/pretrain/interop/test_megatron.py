@@ -92,6 +92,7 @@ def test_the_page_of_the_documentation_is_the_tables():
         ("--split '99,1,0'", {"split": "99,1,0"}),
         ("--moe-layer-freq ([0]*1+[1]*2)", {"moe_layer_freq": [0, 1, 1]}),
         ("--num-virtual-stages-per-pipeline-rank 2", {"virtual_pipeline_model_parallel_size": 2}),
+        ("--tokenizer-type HFTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
         ("--normalization rmsnorm --layernorm-epsilon 1e-6", {"normalization": "RMSNorm", "norm_epsilon": 1e-6}),
         ("--ds-sequence-parallel-size 4", {"context_parallel_size": 4}),
         ("--checkpoint-activations --checkpoint-num-layers 2", {

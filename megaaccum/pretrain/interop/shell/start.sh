@@ -1,0 +1,2 @@
+# Runs a command as it is.
+exec "$@"
