@@ -62,6 +62,15 @@ def raise_problems(problems: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
+def problems_of(action: Callable[..., object], *args: object, **keys: object) -> list[str]:
+    """The problems of the ConfigError that `action` raises with these arguments; none if it raises none."""
+    try:
+        action(*args, **keys)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def as_users_error(error: BaseException) -> BaseException:
     """The error to show for a file or folder that the system refuses; any other is `error` itself."""
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:

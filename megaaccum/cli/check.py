@@ -235,10 +235,9 @@ def _own_schedule(plan: Plan) -> list[str]:
     """The simulator's and the validator's findings on a schedule that megaaccum's executor runs."""
     at = plan.layout
     schedule = build(at.schedule, pp=at.pp, num_microbatches=plan.batch.microbatches_per_flush)
-    proven = validate(schedule)
     lines = [
         f"bubble = {_bubble(plan, plan.batch):.1%} of a flush, simulated with equal stages and F = I = W",
-        f"activations of {max(proven.in_flight)} chunk passes live on the fullest rank",
+        f"activations of {max(validate(schedule).in_flight)} chunk passes live on the fullest rank",
     ]
     if at.placement == "v":
         lines.append(f"stages in a V: rank r holds r and {2 * at.pp - 1} - r; embedding and head are on rank 0")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES, BatchPlan, check_sizes
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.config.source import COMMAND_LINE
-from megaaccum.errors import ConfigError, either, equation, nearest_multiples
+from megaaccum.errors import ConfigError, either, equation, nearest_multiples, problems_of
 
 CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "pp_microbatches", "grad_accum_steps")
 """The order in which a file's sizes are kept if the command line only cuts the batch; `SIZES` if it resizes it."""
@@ -42,10 +42,11 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
         check_sizes(_with_sizes(config, kept), data_parallel_size)
     order = SIZES if not kept or kept.keys() & set(SIZES[2:]) else CUTS
     for name in sorted(sizes.keys() - kept.keys(), key=order.index):
-        if not overrides or _fits(_with_sizes(config, kept | {name: sizes[name]}), data_parallel_size):
-            kept[name] = sizes[name]
-        else:
+        more = kept | {name: sizes[name]}
+        if overrides and problems_of(check_sizes, _with_sizes(config, more), data_parallel_size):
             dropped.append(name)
+        else:
+            kept = more
     plan = BatchPlan.solve(
         _with_sizes(config, kept),
         data_parallel_size=data_parallel_size,
@@ -62,14 +63,6 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
 def _with_sizes(config: Config, sizes: dict[str, int]) -> BatchConfig:
     """The batch keys with `sizes` alone."""
     return replace(config.batch, **{name: sizes.get(name) for name in SIZES})  # type: ignore[arg-type]
-
-
-def _fits(keys: BatchConfig, data_parallel_size: int) -> bool:
-    try:
-        check_sizes(keys, data_parallel_size)
-    except ConfigError:
-        return False
-    return True
 
 
 def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:

@@ -133,11 +133,9 @@ def _number(value: object, expected: str) -> int | float:
     if isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text, and shells pass nothing else.
         for parse in (int, float):
-            try:
+            with contextlib.suppress(ValueError):
                 value = parse(value)
                 break
-            except ValueError:
-                continue
     if isinstance(value, str) or value != value or value in (float("inf"), float("-inf")):
         raise NotOfType(expected)
     return value

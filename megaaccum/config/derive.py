@@ -157,11 +157,10 @@ def _note_dispatch(config: Config, notes: list[str]) -> None:
             " if one is missing."
         )
     if fields.get("moe_shared_expert_overlap"):
-        shared = model.moe_shared_expert_intermediate_size is not None
         notes.append(
             "moe_shared_expert_overlap: shared experts are computed on a stream of their own under the all-to-all on a"
             " GPU, and after it on a CPU, to the same result."
-            if shared
+            if model.moe_shared_expert_intermediate_size is not None
             else "moe_shared_expert_overlap: no effect, as moe_shared_expert_intermediate_size is not set."
         )
 

@@ -18,7 +18,7 @@ from megaaccum.config.keys import ALIASES, choices, value
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.rules import Subject, broken_rules
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError, ScheduleError
+from megaaccum.errors import ConfigError, problems_of
 from megaaccum.schedule.builders import interleaved_problems
 from megaaccum.schedule.registry import build, entry, set_shared_table
 
@@ -127,11 +127,7 @@ def _schedule_problems(config: Config, batch: BatchPlan) -> list[str]:
         group = parallel.microbatch_group_size_per_vp_stage
         assert group is not None, "derive fills the group size of an interleaved schedule"
         return [*interleaved_problems(m, pp, group)]
-    try:
-        build(parallel.schedule, pp=pp, num_microbatches=m)
-    except ScheduleError as error:
-        return error.problems
-    return []
+    return problems_of(build, parallel.schedule, pp=pp, num_microbatches=m)
 
 
 def _layout(config: Config, world_size: int, dp: int) -> RankLayout:

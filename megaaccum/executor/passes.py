@@ -223,9 +223,8 @@ class PlanPasses:
 def announce(call: Call, chunk: int, microbatch: int, *, first: bool) -> None:
     """Tell a chunk which micro-batch comes; its input need not be there yet. first: in the flush."""
     model: Any = call.chunks[chunk]
-    if schedules.check_first_val_step(call.first_val_step, call.forward_only, first) and hasattr(
-        model, "set_is_first_microbatch"
-    ):
+    is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, first)
+    if is_first and hasattr(model, "set_is_first_microbatch"):
         model.set_is_first_microbatch()
     schedules.set_current_microbatch(model, microbatch)
 

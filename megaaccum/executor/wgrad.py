@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megaaccum.errors import ConfigError
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream import megatron, pytorch, te
 
 
@@ -110,44 +111,40 @@ class WeightGrads:
         return len(self._owed) + len(self._left)
 
 
-_receiver: WeightGrads | None = None
-"""Receiver of the weight gradients of backwards that run now. A mode of the process, like torch's grad mode, because
-autograd calls a layer's backward without arguments. Not thread-local: autograd has threads for GPUs."""
+@dataclass
+class _Mode:
+    """A mode of the process, like torch's grad mode, because autograd calls a layer's backward without arguments. Not
+    thread-local: autograd has threads for GPUs."""
+
+    receiver: WeightGrads | None = None
+    """Receiver of the weight gradients of backwards that run now."""
+    source: int = 0
+    in_forward: bool = False
 
 
-_source = 0
+_mode = _Mode()
 
 
 @contextmanager
 def tokens_from(number: int) -> Iterator[None]:
     """Context in which installed layers multiply tokens of source `number`, or gradients from them arrive: of one rank
-    of several whose tokens an expert has at once. A mode of the process, as the receiver is."""
-    global _source
-    before, _source = _source, number
+    of several whose tokens an expert has at once."""
+    before, _mode.source = _mode.source, number
     try:
         yield
     finally:
-        _source = before
+        _mode.source = before
 
 
-_in_forward = False
-
-
-@contextmanager
-def forward_pass() -> Iterator[None]:
+def forward_pass() -> AbstractContextManager[None]:
     """Context of a forward, in which installed layers refuse a backward: its weight gradients would be taken for those
     of the loss."""
-    global _in_forward
-    _in_forward = True
-    try:
-        yield
-    finally:
-        _in_forward = False
+    return replaced(_mode, in_forward=True)
 
 
 def source() -> int:
     """The source whose tokens are multiplied, or whose gradient arrives."""
-    return _source
+    return _mode.source
 
 
 @contextmanager
@@ -158,27 +155,23 @@ def put_aside(into: WeightGrads, splitting: Iterable[torch.nn.Module] = (), *, a
     which backends reduce them. at_once: weight gradients are computed before this ends, for callers that look at
     single micro-batches; W then finds nothing to do.
     """
-    global _receiver
-    assert _receiver is None, "weight gradients are put aside already"
-    _receiver = None if at_once else into
-    try:
+    assert _mode.receiver is None, "weight gradients are put aside already"
+    with replaced(_mode, receiver=None if at_once else into):
         yield
         for module in splitting:
             if (left := te.pop_delayed(module)) is not None:
                 into.add_left(module, left)
         if at_once:
             into.compute()
-    finally:
-        _receiver = None
 
 
 def defer(weight: torch.nn.Parameter, compute: Callable[[], torch.Tensor], source: int = 0) -> None:
     """Call `compute()`, the gradient of `weight`, at the schedule's W, or at once if no schedule splits the backward.
     For the backward of a layer of one's own, which does not read the weight any more: a backend may release it when its
     gradient comes. source: whose tokens the layer multiplied (`tokens_from`)."""
-    if _receiver is not None:
+    if _mode.receiver is not None:
         mark_put_off(weight)
-        _receiver.add(weight, compute, source)
+        _mode.receiver.add(weight, compute, source)
     else:
         with tokens_from(source):
             pytorch.add_by_autograd(weight, compute())
@@ -197,7 +190,7 @@ def is_put_off(weight: torch.nn.Parameter) -> bool:
 
 def is_splitting() -> bool:
     """Whether a backward that runs now puts weight gradients aside."""
-    return _receiver is not None
+    return _mode.receiver is not None
 
 
 def install(chunk: torch.nn.Module) -> list[torch.nn.Module]:
@@ -247,7 +240,7 @@ def _forward(
         input = input.detach().requires_grad_()  # else the backward would not visit this layer at all
     mark_put_off(weight)
     # The weight goes in where autograd does not look: it would call the hooks on its gradient at once, with none.
-    operands = _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _source)
+    operands = _Operands(weight, tp_group, allreduce_dgrad, sequence_parallel, _mode.source)
     return cast("torch.Tensor", _Linear.apply(input, bias, operands))
 
 
@@ -277,7 +270,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        if _in_forward or torch.is_grad_enabled():
+        if _mode.in_forward or torch.is_grad_enabled():
             raise ConfigError(
                 "a forward differentiates through a linear layer of Megatron's (torch.autograd.grad), whose weight"
                 " gradient this schedule would add to that of the loss: set schedule to 1f1b or interleaved"

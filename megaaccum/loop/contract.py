@@ -219,8 +219,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
     def start_grad_sync(self, *unused: Any) -> None:
         """Do nothing: the backend reduces inside the last backward or, if every backward was inside `no_sync`, in
         `optimizer.step`. Raises ConfigError if the backend cannot defer the reduction."""
-        backend = self._step.backend
-        if not backend.can_defer:
+        if not self._step.backend.can_defer:
             name = self._step.plan.config.sharding.backend
             raise ConfigError(
                 f"start_grad_sync: backend {name} reduces inside the last backward alone: run that one outside"
@@ -335,8 +334,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         """Restore the state that `sharded_state_dict` or `state_dict` returned."""
         loop_checkpoint.load_state(self._step.backend, self._step.groups, state_dict)
         counters = state_dict["counters"]
-        transaction = self._step.transaction
-        transaction.load_state_dict(
+        self._step.transaction.load_state_dict(
             counters["transaction"], step=counters["step"], consumed_samples=counters["consumed_samples"]
         )
         self._step.train_steps.recovery.load_state_dict(counters["train_step"])
@@ -423,22 +421,20 @@ def wrap(
 
 def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
     """Refuse what needs an Engine, which has the step's micro-batches before they run. Raises ConfigError."""
-    step = plan.config.step
+    step, here = plan.config.step, cpu.device()
+    in_fp8 = any(getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks)
+    elsewhere = any(param.device.type != here.type for chunk in chunks for param in chunk.parameters())
     refused = {
         "nonfinite drop_microbatch runs the step's micro-batches again, which Megatron's loop does not"
         " hand over: set nonfinite to skip, zero or raise": step.nonfinite == "drop_microbatch",
         "fp8: scales are to follow micro-batches, which Megatron's loop does not hand over: leave fp8_format out,"
-        " or train with megaaccum.initialize": any(
-            getattr(getattr(chunk, "config", None), "fp8", None) for chunk in chunks
-        ),
+        " or train with megaaccum.initialize": in_fp8,
         "skipped_samples retried: Megatron's loop has moved on in its data: set it to consumed": step.skipped_samples
         == "retried",
         "speculative_step: the next step's micro-batches come after this one's verdict in Megatron's loop: leave it"
         " out, or train with megaaccum.initialize": step.speculative_step,
-        f"parameters of the model are not on {cpu.device()}, on which this rank computes and weights are broadcast:"
-        " move the chunks there first (chunk.to(device))": any(
-            param.device.type != cpu.device().type for chunk in chunks for param in chunk.parameters()
-        ),
+        f"parameters of the model are not on {here}, on which this rank computes and weights are broadcast:"
+        " move the chunks there first (chunk.to(device))": elsewhere,
     }
     raise_problems([text for text, applies in refused.items() if applies])
 

@@ -105,8 +105,7 @@ class _WholeSequence(torch.autograd.Function):
         return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         size = ctx.cp.size()
         halves = grad.view(2, size, -1, *grad.shape[1:])
         rows = torch.stack([halves[0], halves[1].flip(0)], dim=1).flatten(0, 2)

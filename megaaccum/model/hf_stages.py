@@ -32,11 +32,10 @@ def hf_stages(model: Any, plan: Plan, rank: int | None = None) -> list[torch.nn.
     fewer layers than stages.
     """
     config, stages = model.config, plan.layout.num_stages
+    is_tied = config.tie_word_embeddings and stages > 1
     refused = {
         f"model_type {config.model_type}, only {', '.join(LLAMA_LIKE)}": config.model_type not in LLAMA_LIKE,
-        "tie_word_embeddings over several stages: give the head a copy of the weight and set it to False": (
-            config.tie_word_embeddings and stages > 1
-        ),
+        "tie_word_embeddings over several stages: give the head a copy of the weight and set it to False": is_tied,
         f"{config.num_hidden_layers} layers on {stages} stages (pp * vpp)": config.num_hidden_layers < stages,
     }
     raise_problems([f"hf_stages does not support {what}" for what, is_so in refused.items() if is_so])

@@ -30,12 +30,11 @@ class ExpertLoads:
 
     def record(self) -> dict[str, float]:
         """The numbers as the log has them."""
-        layers = {f"expert_imbalance_layer_{number}": value for number, value in self.imbalance.items()}
         return {
             "expert_imbalance": max(self.imbalance.values()),
             "expert_rank_imbalance": self.rank_imbalance,
             "expert_dropped_share": self.dropped,
-            **layers,
+            **{f"expert_imbalance_layer_{number}": value for number, value in self.imbalance.items()},
         }
 
 

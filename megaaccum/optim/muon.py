@@ -23,6 +23,7 @@ from megaaccum.model import names
 from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim import owners
 from megaaccum.platform import cpu
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream import emerging
 
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
@@ -138,12 +139,9 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         every = self.param_groups
-        self.param_groups = [group for group in every if not group.get("matrices")]
-        try:
+        with replaced(self, param_groups=[group for group in every if not group.get("matrices")]):
             if any(group["params"] for group in self.param_groups):
                 super().step(closure)
-        finally:
-            self.param_groups = every
         for group in every:
             for param in group["params"] if group.get("matrices") else ():
                 if param.grad is not None:

@@ -145,46 +145,31 @@ def _redirect_factories() -> None:
     tensor.record_stream = lambda self, stream: None
 
 
-class _Event:
-    """An event that has always happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any): ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Stream:
-    """A stream on a device that has only one order of execution."""
-
-    def __init__(self, *args: Any, **kwargs: Any): ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
-
-
 def _redirect_cuda_module() -> None:
     import torch
 
+    # Classes, because libraries name them in annotations.
+    class Event(torch.cpu.Event):
+        """torch's of the CPU, which has always happened, with the arguments of CUDA's."""
+
+        def __init__(self, *args: Any, **kwargs: Any): ...
+
+    class Stream(torch.cpu.Stream):
+        """torch's of the CPU, which has only one order of execution, with what else CUDA's has."""
+
+        def __init__(self, *args: Any, **kwargs: Any): ...
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or Event()
+
+        def synchronize(self) -> None: ...
+
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # Megatron passes it on as the device of its buffers
-    cuda.synchronize = lambda device=None: None
-    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    cuda.synchronize = torch.cpu.synchronize
+    cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = _Stream  # a class: libraries name it in annotations
-    cuda.Event = _Event
+    cuda.Stream, cuda.Event = Stream, Event
 
 
 def _adapt_deepspeed() -> None:

@@ -1,4 +1,4 @@
-"""Attributes of libraries, variables of the environment and the collector of garbage that are others for a while."""
+"""Attributes, variables of the environment and the collector of garbage that are others for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INHERITED = object()
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Context in which `owner`, a module or a class, has these in place of its own attributes of their names."""
+    """Context in which `owner`, a module, class or object, has these in place of its own attributes of their names."""
     assert all(hasattr(owner, name) for name in attributes), f"{owner} lacks one of {', '.join(attributes)}"
     before = {name: vars(owner).get(name, _INHERITED) for name in attributes}
     try:

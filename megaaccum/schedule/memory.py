@@ -45,7 +45,6 @@ class Memory:
                 held += self.activation[stage]
             elif kind == "W":
                 held -= self.deferred[stage]
-                continue
             else:
                 held += self.deferred[stage] - self.activation[stage]
             most = max(most, held)

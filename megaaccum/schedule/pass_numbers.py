@@ -267,7 +267,6 @@ class Wave:
 def waves(
     problem: Problem,
     *,
-    stretches: Sequence[float] = (1.0, 1.25, 1.5, 2.0),
     periods: Sequence[float] = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5),
     lags: Sequence[float] = (0.0, 0.3, 1.0, 2.0),
 ) -> Iterator[Wave]:
@@ -279,7 +278,7 @@ def waves(
     _, enter, back = earliest_starts(problem.stages, problem.costs)
     work = max(sum(kind[s] for kind in problem.durations for s in held) for held in problem.stages)
     done = [at + seconds for at, seconds in zip(back, problem.durations[I], strict=True)]
-    for stretch, period, lag in product(stretches, periods, lags):
+    for stretch, period, lag in product((1.0, 1.25, 1.5, 2.0), periods, lags):
         yield Wave(
             offsets=(
                 tuple(at * stretch for at in enter),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from megaaccum.errors import ScheduleError, did_you_mean
@@ -102,7 +102,7 @@ def _entry_of_file(path: str) -> Entry:
             f"schedule {path} places stages as {stored.stages}: rank r has to hold stages r, r + pp, ... (as the"
             " interleaved schedule) or r and 2 * pp - 1 - r (a V)"
         )
-    return Entry(name=path, chunks=stored.chunks, placement=stored.placement, build=_from_file(stored))
+    return Entry(name=path, chunks=stored.chunks, placement=stored.placement, build=partial(_build_from_file, stored))
 
 
 def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, placement: Placement = "loop") -> None:
@@ -120,16 +120,13 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
         _REGISTRY[name] = replace(_entry_of_file(str(builder)), name=name)
 
 
-def _from_file(stored: Schedule) -> Builder:
-    def build_from_file(pp: int, num_microbatches: int) -> Table:
-        if (pp, num_microbatches) != (stored.pp, stored.num_microbatches):
-            raise ScheduleError(
-                f"{stored.name} is a schedule of pp {stored.pp} and {stored.num_microbatches} micro-batches, not of pp"
-                f" {pp} and {num_microbatches}"
-            )
-        return stored.items
-
-    return build_from_file
+def _build_from_file(stored: Schedule, pp: int, num_microbatches: int) -> Table:
+    if (pp, num_microbatches) != (stored.pp, stored.num_microbatches):
+        raise ScheduleError(
+            f"{stored.name} is a schedule of pp {stored.pp} and {stored.num_microbatches} micro-batches, not of pp"
+            f" {pp} and {num_microbatches}"
+        )
+    return stored.items
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ def _fastest(pp: int, num_microbatches: int, limit: int) -> Sequence[Sequence[It
 def _fastest_waves(pp: int, num_microbatches: int, limit: int) -> tuple[Wave, ...]:
     """The two waves that are the fastest in a flush of few micro-batches: further ones repeat its middle."""
     small = _problem(pp, num_microbatches, limit)
-    straight = waves(small, stretches=(1.0, 1.25, 1.5, 2.0), periods=(1.0, 1.05, 1.2), lags=(0.0, 0.3))
+    straight = waves(small, periods=(1.0, 1.05, 1.2), lags=(0.0, 0.3))
     fitting = [(wave, order) for wave in straight if small.fits(order := wave.order(small))]
     fitting.sort(key=lambda each: small.time(each[1]))
     chosen = sorted(fitting[:6], key=lambda each: small.time(justified(small, each[1])))

@@ -81,9 +81,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         rounded = [param for param in self.driver.params if param.dtype != accumulate_in and not fused]
         for param in rounded:
             param.grad_dtype = accumulate_in  # autograd then adds the micro-batches in this precision
-        self.fp32_sums: Fp32Sums | None = None
-        if rounded and accumulate_in is torch.float32 and not takes_each:
-            self.fp32_sums = Fp32Sums(rounded, chunks)
+        self.fp32_sums = Fp32Sums(rounded if accumulate_in is torch.float32 and not takes_each else (), chunks)
         if self._hears_each:
             self._listen()
 
@@ -124,8 +122,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         self.at_owners.begin()
         for param in self.driver.params:
             param.grad = None
-        if self.fp32_sums is not None:
-            self.fp32_sums.begin()
+        self.fp32_sums.begin()
 
     def finish_reduction(self) -> None:
         self._cold.end_step()

@@ -186,7 +186,7 @@ class ReducerByRanks:
 
     def __init__(self, plan: Plan, groups: Groups, sums: AnyOrder):
         ranks = groups.dp_cp, groups.expert_dp if has_own_ranks(plan) else groups.dp_cp
-        self._dense, self._experts = (PartitionReducer.from_plan(plan, each, sums) for each in ranks)
+        self._dense, self._experts = (PartitionReducer(plan, each, sums) for each in ranks)
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares` (PartitionReducer.add)."""

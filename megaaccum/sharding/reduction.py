@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megaaccum.model import names
 from megaaccum.platform import cpu
-from megaaccum.sharding.sum_tree import AnyOrder, Order, exchange_rows, order_of
+from megaaccum.sharding.sum_tree import AnyOrder, exchange_rows, order_of
 
 if TYPE_CHECKING:
     from megaaccum.config import Plan
@@ -27,24 +27,17 @@ class PartitionReducer:
     """Adds whole gradients, summed over `group`, to partitions. One sum is under way at a time, under the compute that
     follows; `wait` before the partitions are read.
 
-    dtype: precision in which gradients cross ranks. order: adds the rows received from each rank, so that the result is
-    bit-equal from run to run on any backend (an all-to-all of a row per rank moves the bytes of a reduce-scatter); None
-    leaves the order to the collective. sums: holds sums that are sent besides param.grad.
+    Where the plan has an order, the rows received from each rank are added in it, so that the result is bit-equal from
+    run to run on any backend (an all-to-all of a row per rank moves the bytes of a reduce-scatter); else the order is
+    the collective's. sums: holds sums that are sent besides param.grad.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, dtype: torch.dtype, *, order: Order | None, sums: AnyOrder | None = None
-    ):
-        self._group, self._dtype = group, dtype
-        self._order, self._sums = order, sums or AnyOrder()
-        self._finish: Callable[[], None] | None = None
-
-    @classmethod
-    def from_plan(cls, plan: Plan, group: dist.ProcessGroup, sums: AnyOrder) -> PartitionReducer:
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, sums: AnyOrder):
         sharding = plan.config.sharding
         # A group of one rank has nothing to round.
-        dtype = names.DTYPES[sharding.grad_reduce_dtype if group.size() > 1 else sharding.grad_accum_dtype]
-        return cls(group, dtype, order=order_of(plan, group), sums=sums)
+        self._dtype = names.DTYPES[sharding.grad_reduce_dtype if group.size() > 1 else sharding.grad_accum_dtype]
+        self._group, self._order, self._sums = group, order_of(plan, group), sums
+        self._finish: Callable[[], None] | None = None
 
     def add(self, shares: list[Share]) -> None:
         """Start to add `shares`, whose gradients are taken (param.grad is None afterwards; None counts as zero).

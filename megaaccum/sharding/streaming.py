@@ -135,8 +135,7 @@ class StreamingBackend(DeepSpeedBackend):
         self._whole = _bytes([param for param in self._zero.params if self._zero.is_whole(param)])
         for param in self._zero.params:
             param.grad = None
-        if self.fp32_sums is not None:
-            self.fp32_sums.begin_apart()
+        self.fp32_sums.begin_apart()
 
     def gather(self) -> None:
         """Nothing to do: each unit's forward gathers it."""

@@ -165,8 +165,7 @@ def _agreed_lengths(batch: Microbatches, plan: Plan, pp: torch.distributed.Proce
             raise ConfigError(
                 f"a micro-batch has {uneven[0]} tokens, which {key} cuts into {pieces} equal pieces: pad it to {padded}"
             )
-    tokens = [plan.batch.micro_batch_size * length for length in most]
-    return replace(batch, lengths=most, tokens=tokens)
+    return replace(batch, lengths=most, tokens=[plan.batch.micro_batch_size * length for length in most])
 
 
 def _cuts_of_sequences(plan: Plan) -> dict[str, int]:

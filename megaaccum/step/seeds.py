@@ -9,7 +9,7 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megaaccum.distributed import rng
 from megaaccum.distributed.groups import Groups
 from megaaccum.model.names import over_stages
 from megaaccum.model.torch_chunk import TorchChunk, layers_of
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream import pytorch
 
 
@@ -70,14 +71,9 @@ class SampleSeeds:
             before, self._before = self._before, {}
             rng.restore(before)
 
-    @contextmanager
-    def numbered(self, sample_index: Callable[[int], int] | None) -> Iterator[None]:
+    def numbered(self, sample_index: Callable[[int], int] | None) -> AbstractContextManager[None]:
         """Inside, this rank's micro-batch i is number `sample_index(i)` of the global batch; None: as planned."""
-        self._sample_index = sample_index or self._planned_index
-        try:
-            yield
-        finally:
-            self._sample_index = self._planned_index
+        return replaced(self, _sample_index=sample_index or self._planned_index)
 
     def _planned_index(self, index: int) -> int:
         return self._plan.batch.sample_index(index, self._groups.dp.rank(), in_runs=self._plan.in_runs)

@@ -31,6 +31,7 @@ from megaaccum.observe.expert_loads import ExpertCounter
 from megaaccum.observe.noise_scale import NoiseScale
 from megaaccum.observe.nonfinite import Probe
 from megaaccum.observe.observer import Observer
+from megaaccum.platform.replacing import replaced
 from megaaccum.schedule.builders import interleaved_problems
 from megaaccum.sharding import ShardingBackend
 from megaaccum.step import call_agreement, grad_norm, retry, short_batch, world_sums
@@ -460,8 +461,7 @@ class TrainStep:
         if self.opened is not None:
             raise StepError(f"step {self.opened.step} is open: end it with optim_step before a trial").printed_once()
         self.drop_begun()
-        self._trial_batch = batch
-        try:
+        with replaced(self, _trial_batch=batch):
             self.agree_on_call("trial", None, num_microbatches=len(microbatches))
             found = self._whole(microbatches)
             found = replace(found, weights=None) if any_rank(found.weights is None) else found
@@ -471,8 +471,6 @@ class TrainStep:
             with self.seeds.numbered(sample_index):
                 self.flush(opened, found, reduce=True)
             return self.reduce_and_measure(opened)
-        finally:
-            self._trial_batch = None
 
     # --- the micro-batches, and their agreement ---
 

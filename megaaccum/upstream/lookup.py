@@ -5,24 +5,19 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Iterable
-from functools import cache
 from types import CodeType
 from typing import Any
 
 from megaaccum.texts import packaged_yaml
 
-
-@cache
-def _tables() -> dict[str, dict[str, Any]]:
-    """Private names by the module that uses them, or by the kind of file that holds them, and by their owner."""
-    found: dict[str, dict[str, Any]] = packaged_yaml(__package__, "names.yaml")
-    return found
+_NAMES: dict[str, dict[str, Any]] = packaged_yaml(__package__, "names.yaml")
+"""Private names by the module that uses them, or by the kind of file that holds them, and by their owner."""
 
 
 def missing(module: str) -> list[str]:
     """A sentence for each name that `module`, a part of names.yaml, uses and its library lacks."""
     found = []
-    for place, names in _tables()[module].items():
+    for place, names in _NAMES[module].items():
         owner = pkgutil.resolve_name(place)
         found += absent(owner, names.get("has", "").split()) + unwritten(owner, names.get("writes", "").split())
     return found
@@ -30,7 +25,7 @@ def missing(module: str) -> list[str]:
 
 def pickled(kind: str) -> frozenset[tuple[str, str]]:
     """(module, name) of the classes that a kind of file, a part of names.yaml, may hold."""
-    return frozenset((module, name) for module, names in _tables()[kind].items() for name in names.split())
+    return frozenset((module, name) for module, names in _NAMES[kind].items() for name in names.split())
 
 
 def absent(owner: object, names: Iterable[str]) -> list[str]:

@@ -294,14 +294,11 @@ def _replace_collectives() -> None:
             others = [] if id(work) in _waited else [*_waited.items()]
             for key in (id(work), *(key for key, (_, group, *_) in others if gives_one_handle(group))):
                 if (heard := _waited.pop(key, None)) is not None:
-                    _tell_waited(heard, time.perf_counter() - start if key == id(work) else 0.0)
+                    seconds = time.perf_counter() - start if key == id(work) else 0.0
+                    for note in _listeners:
+                        note(*heard, seconds, 0)
 
     setattr(Work, "wait", wait)  # noqa: B010
-
-
-def _tell_waited(heard: Heard, seconds: float) -> None:
-    for note in _listeners:
-        note(*heard, seconds, 0)
 
 
 def noting(method: Callable[..., Any], collective: str, position: int) -> Callable[..., Any]:

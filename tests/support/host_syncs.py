@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 
-from megaaccum.platform import cpu
 from tests.support.parity import Case, Rig
 
 OF_THE_HOST = (
@@ -96,13 +95,6 @@ def uploads(case: Case) -> int:
     return sum(count for place, count in places.items() if "gpt_forward.py" in place)
 
 
-class ToCome(cpu._Event):
-    """An event that has not happened when the host asks."""
-
-    def query(self) -> bool:
-        return False
-
-
 def of_a_step(case: Case, spoiled: bool = False) -> tuple[dict[str, int], int]:
     """(by place, the number of buckets that ZeRO-3 reduces) in the second step of `case` on this rank, with DeepSpeed
     as on a GPU: its reductions have a stream of their own and take their time, and it waits for them where it would.
@@ -114,10 +106,16 @@ def of_a_step(case: Case, spoiled: bool = False) -> tuple[dict[str, int], int]:
     rig.train(0)
     batch = rig.microbatches()
     if hasattr(optimizer, "reduce_and_partition_stream"):
-        optimizer.reduce_and_partition_stream = cpu._Stream()
+        optimizer.reduce_and_partition_stream = torch.cuda.Stream()
     if spoiled:
         optimizer.max_param_reduce_events = 2
     on_gpu = {name: lambda: False for name in ("resolves_data_dependency", "handles_memory_backpressure")}
+
+    class ToCome(torch.cuda.Event):
+        """An event that has not happened when the host asks."""
+
+        def query(self) -> bool:
+            return False
 
     def event() -> ToCome:
         buckets.append(ToCome())

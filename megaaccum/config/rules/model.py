@@ -153,11 +153,8 @@ def kernels(subject: Subject) -> Iterator[str]:
             "apply_rope_fusion rotates heads of plain attention, but this model has"
             f" {'multi_latent_attention' if model.multi_latent_attention else 'no rope'}: leave it out."
         )
-    te_only = [
-        name
-        for name in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-        if getattr(model, name)
-    ]
+    fusions = ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+    te_only = [name for name in fusions if getattr(model, name)]
     if te_only and model.transformer_impl == "local":
         yield f"{', '.join(te_only)} needs Transformer Engine's layers, but transformer_impl is local: leave it out."
 

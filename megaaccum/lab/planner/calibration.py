@@ -65,22 +65,22 @@ def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
 
 def timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of one `run`: the fastest of the batches of repetitions that fit `seconds`, after one to warm up."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     run()
-    wait()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best, end = float("inf"), time_when_done(device) + seconds
     while True:
         start = time.perf_counter()
         run()
-        wait()
-        now = time.perf_counter()
+        now = time_when_done(device)
         best = min(best, now - start)
         if now >= end:
             return best
+
+
+def time_when_done(device: torch.device) -> float:
+    """The clock in seconds, when `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def sweep_products(device: torch.device, seconds: float) -> list[tuple[int, int, int, float]]:
@@ -146,9 +146,7 @@ def ring_seconds(ranks: int, seconds: float) -> list[tuple[int, float]]:
         for _ in range(repeats):
             start = time.perf_counter()
             dist.all_gather_into_tensor(whole, part)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
+            times.append(time_when_done(device) - start)
         out.append((whole.numel(), float(np.median(times))))
     return out
 

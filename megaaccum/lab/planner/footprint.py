@@ -61,8 +61,7 @@ def every(plan: Plan) -> Iterator[ShardingMode]:
     mine, at = chosen(plan), plan.layout
     ranks = math.gcd(at.dp * at.cp, at.edp)
     for sync in ("resident", "streaming"):
-        live = mine.live if sync == "streaming" else 0
-        yield ShardingMode(backend="deepspeed", sync=sync, live=live)
+        yield ShardingMode(backend="deepspeed", sync=sync, live=mine.live if sync == "streaming" else 0)
     yield from (ShardingMode(backend="deepspeed", sync="resident", zero_stage=stage) for stage in (2, 1))
     replicas = max(mine.replicas, 2)
     for count in (1, replicas) if ranks % replicas == 0 and ranks > replicas else (1,):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from megaaccum.config.source import parse_yaml
 from megaaccum.errors import ConfigError
@@ -110,8 +110,7 @@ def names() -> list[str]:
 
 @cache
 def _packaged() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = packaged_yaml("megaaccum.lab.planner", "hardware.yaml")
-    return entries
+    return cast("dict[str, dict[str, Any]]", packaged_yaml("megaaccum.lab.planner", "hardware.yaml"))
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

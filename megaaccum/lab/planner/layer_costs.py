@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from megaaccum.config.schema import Config
 from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor.wgrad import WeightGrads, install, put_aside
+from megaaccum.lab.planner.calibration import time_when_done
 from megaaccum.lab.planner.footprint import chosen, state_bytes
 from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
@@ -164,12 +164,12 @@ class PieceTimer:
         self.made.append(piece)
         self._open = ExitStack()
         self._open.enter_context(_bytes_kept(module, piece))
-        self._began = self._now()
+        self._began = time_when_done(self._device)
 
     def end(self, output: torch.Tensor) -> None:
         """End the last piece, which has made `output`."""
         piece = self.made[-1]
-        piece.cost["forward"] = self._now() - self._began
+        piece.cost["forward"] = time_when_done(self._device) - self._began
         self._open.close()
         piece.output = output
 
@@ -180,21 +180,16 @@ class PieceTimer:
 
     def backward(self, piece: Piece, grad: torch.Tensor | None) -> None:
         """Time both halves of the backward of `piece`. grad: its output's gradient; None of a loss."""
-        owed, began = WeightGrads(), self._now()
+        owed, began = WeightGrads(), time_when_done(self._device)
         assert piece.output is not None
         with put_aside(owed, self._splitting):
             torch.autograd.backward(piece.output, grad)
-        between = self._now()
+        between = time_when_done(self._device)
         piece.cost |= {"input_grad": between - began, "deferred": float(owed.nbytes())}
         piece.output = piece.then = None
-        between = self._now()
+        between = time_when_done(self._device)
         owed.compute()
-        piece.cost["weight_grad"] = self._now() - between
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        piece.cost["weight_grad"] = time_when_done(self._device) - between
 
 
 class Pieces:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.planner import footprint
 from megaaccum.lab.planner.footprint import Moved, ShardingMode
 from megaaccum.lab.planner.hardware import load_hardware, names, usual_usage
@@ -118,8 +118,7 @@ class Forecast:
         chunks = self.chunks(pp_rank)
         if head_apart or config.sharding.reproducible == "layout":
             chunks = with_head_apart(chunks)
-        vocab = padded_vocab_size(config, self.vocab)
-        return rank_parameters(config.model, chunks, vocab, at)
+        return rank_parameters(config.model, chunks, padded_vocab_size(config, self.vocab), at)
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of pipeline rank `pp_rank`."""
@@ -256,7 +255,7 @@ def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
 
 def _remedy(forecast: Forecast, limit: Limit) -> str:
     """The sync mode that fits with the least bytes; else what makes any of them smaller."""
-    legal = [row for row in forecast.every() if _is_legal(forecast.plan, row.mode)]
+    legal = [row for row in forecast.every() if not problems_of(_with, forecast.plan, **_values(row.mode))]
     if rows := [row for row in legal if row.held <= limit.num_bytes]:
         best = min(rows, key=lambda row: row.moved.total)
         return f"{best.mode} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
@@ -276,14 +275,6 @@ def gpus_with(num_bytes: float) -> str:
         return f"of the known GPUs {', '.join(enough)} {'have' if len(enough) > 1 else 'has'} that"
     largest = max(known, key=lambda each: each.hbm_bytes)
     return f"no known GPU has that, the largest is {largest.name} with {largest.hbm_bytes / GIB:.0f} GiB"
-
-
-def _is_legal(plan: Plan, mode: ShardingMode) -> bool:
-    try:
-        _with(plan, **_values(mode))
-    except ConfigError:
-        return False
-    return True
 
 
 def _values(mode: ShardingMode) -> dict[str, object]:

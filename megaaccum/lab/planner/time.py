@@ -10,7 +10,7 @@ import numpy as np
 
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import comm, compute, pipeline
-from megaaccum.lab.planner.activations import regrouped
+from megaaccum.lab.planner.activations import regrouped, whole_share
 from megaaccum.lab.planner.activations import tokens as tokens_of
 from megaaccum.lab.planner.comm import Group
 from megaaccum.lab.planner.compute import Gemm
@@ -277,9 +277,8 @@ class TimeModel:
         talk = talk + np.where(product > 0, comm.gather(product, tensor, links), 0.0)
         if moe:
             group = Group.strided(at.ep, at.etp, links)
-            share = np.where(at.sequence_parallel > 0, 1 / at.tp, 1.0)
             sent = comm.copies(group, model.moe_router_topk, once=soft.fused_dispatch)
-            crossing = 2 * comm.all_to_all(size * share * soft.imbalance, group, links, sent)
+            crossing = 2 * comm.all_to_all(size * whole_share(at) * soft.imbalance, group, links, sent)
             # Under the other half of a pair of micro-batches (overlap_moe_expert_parallel_comm).
             talk = talk + (np.maximum(EP_LEFT * crossing, crossing - busy) if soft.ep_overlap else crossing)
         return talk + self._ring_seconds(at)

@@ -12,7 +12,7 @@ import numpy as np
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.planner.candidates import AXES, Limits, schedules
 from megaaccum.lab.planner.layout_config import KEYS, put, set_aside
 from megaaccum.lab.planner.layouts import RECOMPUTE, SYNC_MODES, short_name
@@ -116,11 +116,7 @@ def _broken_rules(workload: Workload, wanted: Mapping[str, Any]) -> str | None:
             f" every layer would cross the network; set it to at most {per_node}."
         )
     config = _with_keys(workload.config, wanted)
-    try:
-        resolve(config, world_size=workload.world_size)
-    except ConfigError as error:
-        return " ".join(error.problems)
-    return None
+    return " ".join(problems_of(resolve, config, world_size=workload.world_size)) or None
 
 
 def _with_keys(config: Config, wanted: Mapping[str, Any]) -> Config:

@@ -189,10 +189,9 @@ def _projections(name: str, grad: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _names(engine: Engine) -> list[str]:
     """Names of all trained parameters, in the order of the model. Collective over the world."""
-    stages = engine.plan.layout.stages(dist.get_rank())
     mine = [
         (stage, number, name)
-        for stage, chunk in zip(stages, engine.chunks, strict=True)
+        for stage, chunk in zip(engine.plan.layout.stages(dist.get_rank()), engine.chunks, strict=True)
         for number, (name, param) in enumerate(named_parameters([chunk]))
         if param.requires_grad
     ]

@@ -10,7 +10,7 @@ from megaaccum.config import Config, Plan, precision, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import Source
-from megaaccum.errors import ConfigError, raise_problems
+from megaaccum.errors import problems_of, raise_problems
 
 Lane = Literal["fp64", "fp32", "bf16", "fp16"]
 """The precision of parameters and activations in one comparison."""
@@ -101,11 +101,7 @@ class Case:
 
     def is_legal(self) -> bool:
         """Whether the configuration's rules allow this case."""
-        try:
-            self.plan()
-        except ConfigError:
-            return False
-        return True
+        return not problems_of(self.plan)
 
 
 def config_of(keys: Keys, megatron: Keys) -> Config:

@@ -85,8 +85,7 @@ class Comparison:
 
     def worst(self, kind: str) -> Row | None:
         """The row of a kind that is farthest from its bound."""
-        rows = [row for row in self.rows if row.kind == kind]
-        return max(rows, key=lambda row: _order(row), default=None)
+        return max((row for row in self.rows if row.kind == kind), key=_order, default=None)
 
 
 def _order(row: Row) -> float:
@@ -150,10 +149,9 @@ class _Measure:
             if name in ("loss", "norm"):
                 own = max(EXACT, FACTOR * self.like.rounding) if self.lane == "fp64" else 16 * MODEL_UNIT[self.lane]
                 slack = own + FACTOR * _relative(float(like), true)
-            bound = 1e-9 if name == "lr" else slack
             yield Row(
                 kind=name, step=self.number, error=_distance(got, true) if name == "skipped" else _relative(got, true),
-                bound=bound, got=got, true=true, rank=rank,
+                bound=1e-9 if name == "lr" else slack, got=got, true=true, rank=rank,
             )  # fmt: skip
             if len(set(values.values())) > 1 and name not in ("loss",):
                 yield Row(

@@ -76,8 +76,7 @@ class Run:
 
     def _microbatches(self, number: int) -> list[Any]:
         dp, count = self.groups.dp, self.plan.batch.num_microbatches
-        every = self.subject.microbatches(number, count * dp.size())
-        return every[dp.rank() :: dp.size()]
+        return self.subject.microbatches(number, count * dp.size())[dp.rank() :: dp.size()]
 
     def model(self) -> list[Piece]:
         """The weights that the next forward reads; of parameters that a backend holds whole between steps."""

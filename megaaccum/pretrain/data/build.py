@@ -51,7 +51,7 @@ def build_pair(
         DataError: no document has a token, the disk is full or refuses, a worker died, another process builds the same
             pair, or the tokenizer has no end-of-document token and `append_eod` asks for it.
     """
-    eod = require_end_of_document(tokenizer, "--append-eod") if append_eod else None
+    eod = require_end_of_document(tokenizer) if append_eod else None
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     tokenizer_json = tokenizer.to_str(pretty=False)
     num_tokens = 0

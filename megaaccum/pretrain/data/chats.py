@@ -208,8 +208,7 @@ def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
     with disk_errors("cannot read", path), open(path, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     made_by = hashlib.sha256(tokenizer.facts.encode()).hexdigest()
-    facts = [_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")]
-    return digest_of(facts)
+    return digest_of([_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")])
 
 
 def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: Path) -> None:

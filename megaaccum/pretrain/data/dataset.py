@@ -351,8 +351,7 @@ def _content_digest(request: _Request, prefixes: list[str]) -> str:
         pair = request.pairs[prefix]
         digest.update(f"{pair.num_sequences} {pair.num_tokens} {pair.dtype}".encode())
         for suffix in (".idx", ".bin"):
-            path = with_suffix(Path(prefix), suffix)
-            content = np.memmap(path, dtype=np.uint8, mode="r")
+            content = np.memmap(with_suffix(Path(prefix), suffix), dtype=np.uint8, mode="r")
             digest.update(content[: 1 << 16].tobytes() + content[-(1 << 16) :].tobytes())
     return digest.hexdigest()[:16]
 

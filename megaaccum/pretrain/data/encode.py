@@ -20,7 +20,7 @@ import numpy as np
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.indexed import Ids
-from megaaccum.pretrain.data.tokenizer import single_threaded
+from megaaccum.pretrain.data.tokenizer import parse_tokenizer, single_threaded
 
 CHUNK_CHARACTERS = 1 << 18
 """Text per task. Fixed, so that the same input makes the same tasks whatever the number of workers."""
@@ -43,12 +43,7 @@ class Encoder:
 
     def __init__(self, tokenizer_json: str, eod: int | None):
         """`tokenizer_json`: text of a tokenizers file. `eod`: id that ends each document, or None for no such id."""
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = parse_tokenizer(tokenizer_json)
         self._end = [] if eod is None else [eod]
 
     def encode(self, texts: list[str]) -> Encoded:

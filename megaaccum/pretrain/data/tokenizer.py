@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaaccum.errors import DataError
+from megaaccum.platform.replacing import environment
 from megaaccum.pretrain.data.files import digest_of_file, disk_errors, with_suffix
 from megaaccum.texts import read_text
 
@@ -43,24 +43,30 @@ class Vocabulary:
 def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizers file, or of the tokenizer.json in a folder.
 
-    Text that merely looks like a special token ("<|endoftext|>" in a web page) is encoded as ordinary text.
-
     Raises:
         DataError: the file is missing, unreadable, or not a tokenizers file.
     """
-    from tokenizers import Tokenizer
-
     path = tokenizer_file(path)
     try:
         with disk_errors("cannot read tokenizer", path):
             text = read_text(path, most=256 << 20)
-        tokenizer = Tokenizer.from_str(text)
+        return parse_tokenizer(text)
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exception, or UnicodeDecodeError before it
         raise DataError(
             f"tokenizer {path} cannot be read: {error}. It must be a Hugging Face tokenizers file (tokenizer.json)"
         ) from error
+
+
+def parse_tokenizer(text: str) -> tokenizers.Tokenizer:
+    """The tokenizer that the text of a tokenizers file describes, which encodes texts whole.
+
+    Text that merely looks like a special token ("<|endoftext|>" in a web page) is encoded as ordinary text.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -121,8 +127,8 @@ def end_of_document(tokenizer: tokenizers.Tokenizer) -> int | None:
     return next((i for i in known if i is not None), None)
 
 
-def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> int:
-    """Id of the token that ends a document, which the option `wanted_by` needs.
+def require_end_of_document(tokenizer: tokenizers.Tokenizer) -> int:
+    """Id of the token that ends a document, which --append-eod needs.
 
     Raises:
         DataError: the tokenizer has none.
@@ -131,8 +137,8 @@ def require_end_of_document(tokenizer: tokenizers.Tokenizer, wanted_by: str) -> 
     if found is None:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:20]
         raise DataError(
-            f"{wanted_by} needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
-            f"Its special tokens are {special or 'none'}; add one of those names to it, or leave {wanted_by} out"
+            f"--append-eod needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "
+            f"Its special tokens are {special or 'none'}; add one of those names to it, or leave --append-eod out"
         )
     return found
 
@@ -174,16 +180,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-@contextmanager
-def single_threaded() -> Iterator[None]:
+def single_threaded() -> AbstractContextManager[None]:
     """Keeps the tokenizers library to one thread in the block.
 
     Its thread pool makes every later fork of the process print a warning, and megaaccum has processes for speed.
     """
-    before = {name: value for name, value in os.environ.items() if name == _PARALLEL}
-    os.environ[_PARALLEL] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[_PARALLEL]
-        os.environ.update(before)
+    return environment({_PARALLEL: "false"})

@@ -170,8 +170,6 @@ def _read_keys(text: str, path: Path, contents: _Contents) -> None:
 
 def _read_overrides(overrides: Sequence[str], contents: _Contents, *, whole: bool) -> None:
     """Read a command line: keys, possibly with Megatron's flags among them. whole: there is no file beside it."""
-    if not overrides:
-        return
     source = read_command_line(overrides)
     foreign, source.unknown = source.unknown, []
     # A whole run in Megatron's spelling is Megatron's, with its defaults, also where each flag has the name of a key;

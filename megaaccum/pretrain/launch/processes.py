@@ -148,8 +148,7 @@ def rank_environment(rank: int, world_size: int, port: int, num_threads: int) ->
     MASTER_PORT, which remain when the ranks end (deepspeed/ops/csrc/cpu/comm/shm.cpp).
     """
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    variables = {name: str(number) for name, number in numbers.items()}
-    return variables | {
+    return {name: str(number) for name, number in numbers.items()} | {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

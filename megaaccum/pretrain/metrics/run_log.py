@@ -256,8 +256,7 @@ def check(config: Config) -> None:
     """Check before the run starts that output_dir can be written and that the packages of the configured services are
     installed. Imports none of them and needs no process group, so a launcher can call it before it starts a rank.
     `config` is a resolved one. Raises ConfigError with every problem at once."""
-    problems = missing_packages(config) + folder_problems("output_dir", config.run.output_dir)
-    raise_problems(problems)
+    raise_problems(missing_packages(config) + folder_problems("output_dir", config.run.output_dir))
 
 
 def _read(record: Mapping[str, Any]) -> Record:

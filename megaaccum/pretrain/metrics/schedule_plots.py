@@ -136,10 +136,9 @@ def figure(
             lanes.axvline(bound, color="black", linestyle="--", linewidth=1.2)
             lanes.annotate(f"bound {bound:g}", (bound, 1.0), xycoords=("data", "axes fraction"), fontsize=8, ha="right")
     _draw_memory(axes[-1], schedule, simulation)
-    ratio = 1 - simulation.utilisation
     drawn.suptitle(
         f"{schedule.name}: pp {schedule.pp}, {schedule.num_microbatches} micro-batches,"
-        f" makespan {simulation.makespan:g}, {ratio:.1%} idle"
+        f" makespan {simulation.makespan:g}, {1 - simulation.utilisation:.1%} idle"
     )
     return drawn
 

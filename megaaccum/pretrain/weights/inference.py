@@ -11,8 +11,7 @@ from megaaccum.config import Config, resolve
 from megaaccum.config.keys import all_keys
 from megaaccum.config.load import assemble
 from megaaccum.config.source import read_command_line, read_yaml
-from megaaccum.distributed import groups
-from megaaccum.distributed.start import start_together
+from megaaccum.distributed.start import build_groups
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import raise_problems
 from megaaccum.pretrain.model import gpt
@@ -38,8 +37,7 @@ def config_of(keys: dict[str, Any], source: str, words: Sequence[str] = ()) -> C
 def engine_of(config: Config, *, world_size: int, vocab_size: int) -> Engine:
     """An engine of the model, with weights of its own, of which nothing is trained. Collective over the world."""
     plan = resolve(config, world_size=world_size)
-    start_together(plan)
-    built = groups.build(plan.layout, timeout_minutes=plan.config.parallel.distributed_timeout_minutes)
+    built = build_groups(plan)
     chunks = gpt.build_chunks(plan, built, vocab_size=vocab_size)
     for chunk in chunks:
         chunk.requires_grad_(False)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from megaaccum.texts import packaged_yaml
 
@@ -65,8 +65,7 @@ Model = Mapping[str, Any]
 @cache
 def families() -> dict[str, Any]:
     """The content of families.yaml."""
-    content: dict[str, Any] = packaged_yaml("megaaccum.pretrain.weights", "families.yaml")
-    return content
+    return cast("dict[str, Any]", packaged_yaml("megaaccum.pretrain.weights", "families.yaml"))
 
 
 @cache

@@ -35,8 +35,10 @@ WIDTH, HEIGHT = 7.2, 2.9
 """Inches."""
 
 
-def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> str:
-    """A picture of one pair of axes. name: `inline`'s."""
+def svg(
+    draw: Callable[[Axes], None], name: str, *, y: str | None = None, x: str = "step", height: float = HEIGHT
+) -> str:
+    """A picture of one pair of axes, labelled `x` and `y` (None: as `draw` leaves it). name: `inline`'s."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -44,6 +46,9 @@ def svg(draw: Callable[[Axes], None], name: str, *, height: float = HEIGHT) -> s
     for side in ("right", "top"):
         axes.spines[side].set_visible(False)
     draw(axes)
+    axes.set_xlabel(x)
+    if y is not None:
+        axes.set_ylabel(y)
     return inline(figure, name)
 
 
@@ -64,12 +69,7 @@ def inline(figure: Figure, name: str) -> str:
 
 def loss(run: Run, name: str) -> str:
     """Training and validation loss over steps."""
-
-    def draw(axes: Axes) -> None:
-        plots.draw_loss(axes, run.train, run.valid)
-        axes.set_xlabel("step")
-
-    return svg(draw, name, height=3.4)
+    return svg(lambda axes: plots.draw_loss(axes, run.train, run.valid), name, height=3.4)
 
 
 def grad_norm(run: Run, name: str) -> str:
@@ -81,12 +81,10 @@ def grad_norm(run: Run, name: str) -> str:
         skipped = [each["step"] for each in run.train if each.get("skipped")]
         if skipped:
             axes.plot(skipped, [0.02] * len(skipped), "x", color=COLOURS[3], transform=axes.get_xaxis_transform())
-        axes.set_ylabel("grad norm")
-        axes.set_xlabel("step")
         if values and min(values) > 0:
             axes.set_yscale("log")
 
-    return svg(draw, name)
+    return svg(draw, name, y="grad norm")
 
 
 def seconds(run: Run, name: str) -> str:
@@ -104,10 +102,8 @@ def memory(run: Run, name: str) -> str:
                 axes.plot(steps, values, color=colour, label=kind, linewidth=1.6)
                 axes.set_yscale("log")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-        axes.set_ylabel("MiB on rank 0")
-        axes.set_xlabel("step")
 
-    return svg(draw, name)
+    return svg(draw, name, y="MiB on rank 0")
 
 
 def traffic(run: Run, name: str) -> str:
@@ -128,11 +124,9 @@ def _stacked(run: Run, name: str, label: str, names: Sequence[str], unit: float)
             heights, colours = zip(*rows.values(), strict=True)
             axes.stackplot(steps, heights, labels=list(rows), colors=colours, step="mid" if len(steps) > 1 else None)
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, reverse=True)
-        axes.set_ylabel(label)
-        axes.set_xlabel("step")
         axes.margins(x=0)
 
-    return svg(draw, name)
+    return svg(draw, name, y=label)
 
 
 def binned(records: Sequence[Record], key: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
@@ -159,11 +153,10 @@ def goodput(run: Run, name: str) -> str:
                 axes.barh(0, share, left=left, color=colour, label=f"{cause.replace('_', '-')} {share:.1f} %")
                 left += share
         axes.set_yticks([])
-        axes.set_xlabel("% of the wall time")
         axes.set_xlim(0, 100)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.1), frameon=False, fontsize=8)
 
-    return svg(draw, name, height=1.9)
+    return svg(draw, name, x="% of the wall time", height=1.9)
 
 
 def timeline(run: Run, name: str) -> tuple[str, str]:

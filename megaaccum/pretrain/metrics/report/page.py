@@ -59,11 +59,7 @@ def _other_bits(left: Run, right: Run) -> str:
 
 def _view(run: Run, key: str) -> dict[str, Any]:
     """The values that `page.html` shows of a run. key: distinguishes its pictures from another run's."""
-    keys = [
-        (f"{section}.{name}", _value(each["value"]), each["from"])
-        for section, named in run.last["configuration"].items()
-        for name, each in named.items()
-    ]
+    keys = [(name, _value(each["value"]), each["from"]) for name, each in run.keys.items()]
     draws = {
         "Loss": charts.loss, "Gradient norm": charts.grad_norm, "Seconds by phase": charts.seconds,
         "Memory by kind": charts.memory, "Bytes by collective": charts.traffic, "Goodput": charts.goodput,

@@ -57,6 +57,12 @@ class Run:
         return Goodput(self.lines)
 
     @property
+    def keys(self) -> dict[str, Record]:
+        """The keys of the configuration of the last start, each with its value and where it is from."""
+        sections = self.last.get("configuration", {})
+        return {f"{section}.{key}": each for section, keys in sections.items() for key, each in keys.items()}
+
+    @property
     def events(self) -> list[Record]:
         """The events of all receipts, each with the number of its start."""
         return [{"start": each["number"], **event} for each in self.starts for event in each["events"]]
@@ -84,11 +90,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """Everything that may differ between two runs, by name: keys, layout, code, machines, environment."""
-        found = {
-            f"{section}.{key}": each["value"]
-            for section, keys in self.last.get("configuration", {}).items()
-            for key, each in keys.items()
-        }
+        found = {name: each["value"] for name, each in self.keys.items()}
         for part in ("megatron", "deepspeed", "data", "versions", "environment"):
             found |= {f"{part}: {name}": each for name, each in (self.last.get(part) or {}).items()}
         found |= {f"layout: {name}": each for name, each in self.last.get("plan", {}).get("layout", {}).items()}

@@ -138,7 +138,7 @@ def test_no_known_name_of_the_end():
     tokenizer.add_special_tokens(["<stop>"])
     assert end_of_document(tokenizer) is None
     with pytest.raises(DataError, match=r"--append-eod needs a token that ends a document.*\['<stop>'\]"):
-        require_end_of_document(tokenizer, "--append-eod")
+        require_end_of_document(tokenizer)
 
 
 def test_the_tokenizer_of_the_dataset_comes_before_the_folders(tmp_path):
