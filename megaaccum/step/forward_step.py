@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaaccum.errors import StepError
+from megaaccum.errors import FlushError, StepError
 from megaaccum.executor.executor import unfit
 from megaaccum.model.torch_chunk import tensors_in
 from megaaccum.platform import cpu
@@ -66,8 +66,14 @@ class ForwardStep:
         for begin in self._begin_forward:
             begin(*at)
         user: Any = self._batch.forward_step_func
-        with replaced(torch.autograd, backward=partial(self._hear_backward, torch.autograd.backward, chunk)):
-            given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
+        try:
+            with replaced(torch.autograd, backward=partial(self._hear_backward, torch.autograd.backward, chunk)):
+                given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
+        except StopIteration as error:
+            raise FlushError(
+                f"the data of chunk {number} ended before micro-batch {index + 1} of the {len(self._batch)} of this"
+                " flush: give as many, of which forward_step_func takes one per call"
+            ) from error
         if not isinstance(given, tuple | list) or len(given) != 2:
             raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
         output, loss_func = given
