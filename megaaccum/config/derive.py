@@ -36,9 +36,9 @@ def derive(config: Config, notes: list[str], *, own_model: bool = False) -> None
         config.sharding.params_dtype, why = precision.default()
         notes.append(f"params_dtype {config.sharding.params_dtype}: {why}.")
     _derive_precision(config.sharding)
-    cut = config.parallel if config.sharding.reproducible == "layout" else ParallelConfig()
-    _fill(config.sharding, reproducible_tensor_blocks=cut.tensor_model_parallel_size)
-    _fill(config.sharding, reproducible_context_blocks=cut.context_parallel_size)
+    if config.sharding.reproducible == "layout":
+        _fill(config.sharding, reproducible_tensor_blocks=config.parallel.tensor_model_parallel_size)
+        _fill(config.sharding, reproducible_context_blocks=config.parallel.context_parallel_size)
     _derive_optimizer(config.optimizer, config.run.train_iters)
     _fill(config.run, save=os.path.join(config.run.output_dir, "checkpoints"))
     if config.data.sft:  # several conversations in a row, unless the user says otherwise

@@ -166,7 +166,7 @@ def _redirect_cuda_module() -> None:
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # Megatron passes it on as the device of its buffers
-    cuda.synchronize = torch.cpu.synchronize
+    cuda.synchronize = lambda device=None: None  # not torch.cpu's, which dynamo would then meet twice
     cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.Stream, cuda.Event = Stream, Event

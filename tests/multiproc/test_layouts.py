@@ -32,7 +32,8 @@ RMS = BF16 + NORM
 MTP = "--mtp_num_layers 2 --untie_embeddings_and_output_weights true --position_embedding_type rope " + NORM
 EP2, EP4 = "--expert_model_parallel_size 2 ", "--expert_model_parallel_size 4 "
 TP2, CP2 = "--tensor_model_parallel_size 2 ", "--context_parallel_size 2 "
-CUT = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 --make_vocab_size_divisible_by 32 "
+BLOCKS, PADDED = "--reproducible_tensor_blocks 2 --reproducible_context_blocks 2 ", "--make_vocab_size_divisible_by 32 "
+CUT = BLOCKS + PADDED
 """A model that computes by two blocks of columns and two of each sequence."""
 TWO = "--num_layers 2 "
 """Layers of a model of which no rank has several chunks: one before the other."""
@@ -378,15 +379,15 @@ def test_a_mistake_is_seen(mistake, case, what, changed, measured):
 
 def test_blocks_and_spread_experts_have_the_gradient_of_one_process():
     """In FP32, against one process in float64 that knows no blocks."""
-    model, untied = "--num_layers 2 " + CUT, "--num_layers 4 --untie_embeddings_and_output_weights "
+    model, untied = "--num_layers 2 " + PADDED, "--num_layers 4 --untie_embeddings_and_output_weights "
     check(
         [
-            Case(4, "--pp_microbatches 4 " + TP2 + CP2 + SAME, model),
-            Case(4, "--pp_microbatches 4 " + SAME, model + NORM + "--swiglu --ffn_hidden_size 64 "),
-            Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME, model + untied),
+            Case(4, "--pp_microbatches 4 " + TP2 + CP2 + SAME + BLOCKS, model),
+            Case(4, "--pp_microbatches 4 " + SAME + BLOCKS, model + NORM + "--swiglu --ffn_hidden_size 64 "),
+            Case(4, PP + "--schedule zb-h1 --pp_microbatches 4 " + TP2 + SAME + BLOCKS, model + untied),
             Case(4, "--pp_microbatches 4 " + EP2 + SAME, "--num_layers 2 " + EXPERTS),
-            Case(4, "--pp_microbatches 4 " + TP2 + EP2 + SAME, model + EXPERTS),
-            Case(4, "--pp_microbatches 4 " + CP2 + EP2 + SAME, model + EXPERTS + SHARED),
+            Case(4, "--pp_microbatches 4 " + TP2 + EP2 + SAME + BLOCKS, model + EXPERTS),
+            Case(4, "--pp_microbatches 4 " + CP2 + EP2 + SAME + BLOCKS, model + EXPERTS + SHARED),
         ]
     )
 

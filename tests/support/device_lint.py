@@ -117,14 +117,17 @@ def sums_of_offloaded_gradients() -> tuple[float, list[float]]:
 
 def partitions_in_host_memory(deterministic: bool) -> list[float]:
     """A partition of [1, 2, 3, 4] * (rank + 1) summed over two ranks, accumulated in host memory."""
-    from megaaccum.sharding.reduction import PartitionReducer
-    from megaaccum.sharding.sum_tree import Order, in_rank_order
+    from types import SimpleNamespace
 
+    from megaaccum.sharding.reduction import PartitionReducer
+    from megaaccum.sharding.sum_tree import AnyOrder
+
+    sharding = dict(reproducible="none", deterministic=deterministic, grad_reduce_dtype="fp32")
+    plan = SimpleNamespace(config=SimpleNamespace(sharding=SimpleNamespace(**sharding)))
     param, partition = torch.nn.Parameter(torch.zeros(4)), torch.zeros(2)
     param.grad = on_gpu(torch.arange(1.0, 5.0) * (dist.get_rank() + 1))
     with following():
-        order = Order([1, 1], in_rank_order) if deterministic else None
-        reducer = PartitionReducer(dist.group.WORLD, torch.float32, order=order)  # type: ignore[arg-type]
+        reducer = PartitionReducer(plan, dist.group.WORLD, AnyOrder())  # type: ignore[arg-type]
         reducer.add([(param, partition)])
         reducer.wait()
     return partition.tolist()
