@@ -72,7 +72,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "rampup_batch_size", "step_batch_size_schedule", "total_batch_size", "lr_reference_batch_size",
         "lr_reference_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "init_from",
         "chat_template_path", "verify_at_start", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples",
-        "num_workers",
+        "num_workers", "reproducible_tensor_blocks", "reproducible_context_blocks",
     }  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def test_everything_that_can_be_derived_is() -> None:
         (dict(), dict(ffn_hidden_size=256, num_query_groups=8, kv_channels=8, max_position_embeddings=64)),
         (dict(swiglu=True, hidden_size=96), dict(ffn_hidden_size=256)),
         (dict(swiglu=True, hidden_size=16), dict(ffn_hidden_size=64)),
+        (dict(reproducible="layout"), dict(reproducible_tensor_blocks=1, reproducible_context_blocks=1)),
         (dict(quick_geglu=True), dict(ffn_hidden_size=256, swiglu=True)),  # Megatron narrows swiglu alone
         (dict(num_experts=4), dict(moe_ffn_hidden_size=256)),
         (dict(recompute_granularity="full"), dict(recompute_method="uniform", recompute_num_layers=1)),
