@@ -27,6 +27,7 @@ from typing import Any
 
 from megaaccum import config as configuration
 from megaaccum.config.deepspeed_config import deepspeed_config
+from megaaccum.config.load import reset
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.interop.load import load
 
@@ -349,10 +350,8 @@ def _plan(path: str, overrides: list[str], *, by_default: bool = False):
 
     config = load(path, overrides)
     if by_default:
-        config.sharding.reproducible = "none"
-        for name in ("reproducible_tensor_blocks", "reproducible_context_blocks"):
-            setattr(config.sharding, name, None)
-            config.origin.pop(name, None)
+        for name in ("reproducible", "reproducible_tensor_blocks", "reproducible_context_blocks"):
+            reset(config, name)
     return configuration.resolve(config, world_size=torch.distributed.get_world_size())
 
 

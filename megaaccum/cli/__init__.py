@@ -123,10 +123,9 @@ def _other_megatron(error: ImportError) -> LaunchError:
     theirs = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
     if own.version.startswith(theirs):
         raise error
-    first = found[0].parent
     return LaunchError(
-        f"Megatron-core {theirs} in {first} is imported in place of the installed and tested {own.version} in"
-        f" {own.locate_file('megatron/core')}, and fails: take {first.parents[1]} out of PYTHONPATH; if it is the"
+        f"Megatron-core {theirs} in {found[0].parent} is imported in place of the installed and tested {own.version} in"
+        f" {own.locate_file('megatron/core')}, and fails: take {found[0].parents[2]} out of PYTHONPATH; if it is the"
         f" current folder, start `megaaccum` in place of `python -m megaaccum` ({error})"
     )
 

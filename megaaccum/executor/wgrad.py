@@ -125,15 +125,10 @@ class _Mode:
 _mode = _Mode()
 
 
-@contextmanager
-def tokens_from(number: int) -> Iterator[None]:
+def tokens_from(number: int) -> AbstractContextManager[None]:
     """Context in which installed layers multiply tokens of source `number`, or gradients from them arrive: of one rank
     of several whose tokens an expert has at once."""
-    before, _mode.source = _mode.source, number
-    try:
-        yield
-    finally:
-        _mode.source = before
+    return replaced(_mode, source=number)
 
 
 def forward_pass() -> AbstractContextManager[None]:

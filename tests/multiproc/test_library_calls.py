@@ -1,11 +1,13 @@
-"""Calls of library users beside steps: a reference model, reports on every rank, stages of a Hugging Face model."""
+"""Calls of library users beside steps: a reference model, reports on every rank, stages of a Hugging Face
+model, data that end too early."""
 
 from __future__ import annotations
 
 import pytest
 
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, FlushError
 from megaaccum.lab.verification.testing import run_ranks
+from tests.multiproc import test_engine_inputs as inputs
 
 BATCH = dict(micro_batch_size=1, seq_length=6, global_batch_size=8)
 LLAMA = dict(
@@ -225,3 +227,30 @@ def test_a_reference_model_has_no_optimizer_and_loads_an_actors_weights(tmp_path
         assert found["held"] == [0, 0, 0]
         assert len(found["said"]) == 6 and all("no trained parameter" in text for text in found["said"])
         assert "set backend to fsdp2" in found["refused"]
+
+
+def data_that_ends() -> list[str]:
+    """The errors of an iterator with too few micro-batches, and of a forward step that takes two of a list."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    def twice(data_iterator, chunk):
+        next(data_iterator)
+        return inputs.forward_step(data_iterator, chunk)
+
+    texts = []
+    for function, data in ((inputs.forward_step, iter(inputs.batches()[:3])), (twice, inputs.batches())):
+        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
+        plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), world_size=1)
+        engine = initialize(plan, torch.nn.Linear(8, 8), forward_step_func=function, optimizer=torch.optim.AdamW)
+        with pytest.raises(FlushError) as raised:
+            engine.forward_backward(data, num_microbatches=4)
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_data_that_end_before_the_last_microbatch():
+    text = "the data of chunk 0 ended before micro-batch {} of the 4 of this flush: give as many, of which"
+    (texts,) = run_ranks(data_that_ends, 1)
+    assert [given.startswith(text.format(number)) for given, number in zip(texts, (4, 3), strict=True)] == [True, True]

@@ -200,33 +200,6 @@ def test_a_buffer_that_a_forward_changes_and_a_weight_that_is_not_there(tmp_path
     assert [each.startswith(note) for each in notes] == [True, True]
 
 
-def data_that_ends() -> list[str]:
-    """The errors of an iterator with too few micro-batches, and of a forward step that takes two of a list."""
-    import torch
-
-    from megaaccum import Plan, initialize
-
-    def twice(data_iterator, chunk):
-        next(data_iterator)
-        return forward_step(data_iterator, chunk)
-
-    texts = []
-    for function, data in ((forward_step, iter(batches()[:3])), (twice, batches())):
-        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4)
-        plan = Plan.of(batch=batch, sharding=dict(backend="ddp"), world_size=1)
-        engine = initialize(plan, torch.nn.Linear(8, 8), forward_step_func=function, optimizer=torch.optim.AdamW)
-        with pytest.raises(FlushError) as raised:
-            engine.forward_backward(data, num_microbatches=4)
-        texts.append(str(raised.value))
-    return texts
-
-
-def test_data_that_end_before_the_last_microbatch():
-    text = "the data of chunk 0 ended before micro-batch {} of the 4 of this flush: give as many, of which"
-    (texts,) = run_ranks(data_that_ends, 1)
-    assert [given.startswith(text.format(number)) for given, number in zip(texts, (4, 3), strict=True)] == [True, True]
-
-
 def changing_in_place(by_loss: bool = False) -> str:
     """The error of the first step of a model, or a loss function, that changes what the backward needs."""
     import torch

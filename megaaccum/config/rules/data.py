@@ -21,11 +21,16 @@ def one_source(subject: Subject) -> Iterator[str]:
         yield f"{', '.join(per_split)} needs train_data_path beside it: set it."
 
 
+def shares_of(split: str) -> list[float]:
+    """The shares that a split lists, which may end in a comma, as Megatron's may. Raises ValueError."""
+    return [float(share) for share in split.removesuffix(",").split(",")]
+
+
 def split_shares(subject: Subject) -> Iterator[str]:
     """A split has up to three shares, none negative, the first above 0."""
     text = subject.data.split
     try:
-        shares = [float(part) for part in text.removesuffix(",").split(",")]
+        shares = shares_of(text)
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(map(isfinite, shares)) or min(shares) < 0 or shares[0] <= 0:

@@ -70,8 +70,9 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> Planne
     if over := _bytes_over(ranked, index, counts):
         return PlannedCut(gain=gain, note=f"the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has")
     layout = layout_text(counts, work.model.mtp_num_layers or 0)
-    if problem := layout_config.problem(work, ranked.name_of(index) | {"stages": layout}):
-        return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {problem}")
+    if problems := layout_config.problems(work, ranked.name_of(index) | {"stages": layout}):
+        why = "\n".join(problems)
+        return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {why}")
     return PlannedCut(layout=layout, gain=gain)
 
 

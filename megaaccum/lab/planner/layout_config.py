@@ -17,7 +17,7 @@ from megaaccum.config.load import reset
 from megaaccum.config.plan import MONITORS
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE
-from megaaccum.errors import ConfigError
+from megaaccum.errors import problems_of
 from megaaccum.lab.planner.stages import layout_text, split_layers
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.schedule.registry import is_v_shaped
@@ -95,17 +95,13 @@ def checked(workload: Workload, at: dict[str, Any]) -> Plan:
     return resolve(planned_config(workload, at), world_size=workload.world_size)
 
 
-def problem(workload: Workload, at: dict[str, Any]) -> ConfigError | None:
-    """The error of `megaaccum check` for a layout, or None. Learning rate and length, without which there is a plan
+def problems(workload: Workload, at: dict[str, Any]) -> list[str]:
+    """Texts that `megaaccum check` has against a layout. Learning rate and length, without which there is a plan
     but no run, may be missing."""
     config = planned_config(workload, at)
     config.optimizer.lr = config.optimizer.lr or 1.0
     config.run.train_iters = config.run.train_iters or 1
-    try:
-        resolve(config, world_size=workload.world_size)
-    except ConfigError as error:
-        return error
-    return None
+    return problems_of(resolve, config, world_size=workload.world_size)
 
 
 def write(workload: Workload, at: dict[str, Any], path: Path, *, comment: str, **keys: Any) -> None:
@@ -143,9 +139,13 @@ def _without_keys(config: Config) -> dict[str, Any]:
     """The DeepSpeed JSON without what keys were set by or set aside: a file that states both contradicts itself as soon
     as one is changed. Its sizes stay to be compared with the batch, unless the command line's outrank them; "auto"
     stays where DeepSpeed's default would replace the key's."""
-    names = PASSED | MONITORS | set(() if "clip_grad" in config.origin else {"gradient_clipping"})
-    names |= set() if precision.is_given(config) else {"bf16", "bfloat16", "fp16"}
-    names |= set() if any(config.origin.get(name) == COMMAND_LINE for name in SIZES) else {*DEEPSPEED_SIZES}
+    names = {*PASSED, *MONITORS}
+    if "clip_grad" not in config.origin:
+        names.add("gradient_clipping")
+    if not precision.is_given(config):
+        names |= {"bf16", "bfloat16", "fp16"}
+    if all(config.origin.get(name) != COMMAND_LINE for name in SIZES):
+        names |= {*DEEPSPEED_SIZES}
     kept: dict[str, Any] = {name: item for name, item in config.deepspeed.items() if name in names}
     for name in MONITORS & kept.keys():
         kept[name] = {inner: item for inner, item in kept[name].items() if inner not in ("output_path", "project")}

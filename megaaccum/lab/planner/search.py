@@ -97,10 +97,10 @@ def accepted(workload: Workload, layouts: Layouts) -> Layouts:
          np.clip(layouts.num_microbatches - 2 * layouts.pp, -2, 0)], axis=1
     )  # fmt: skip
     _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-    problems = [layout_config.problem(workload, layouts.axes(int(index))) for index in first]
-    legal = np.array([problem is None for problem in problems])
+    problems = [layout_config.problems(workload, layouts.axes(int(index))) for index in first]
+    legal = np.array([not each for each in problems])
     if not legal.any():
-        raise ConfigError(str(problems[0]))
+        raise ConfigError(problems[0])
     return layouts.select(legal[kind.ravel()])
 
 

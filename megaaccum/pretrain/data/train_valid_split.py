@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from megaaccum.config.rules.data import shares_of
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.indexed import IndexedPair, check_tables
 from megaaccum.pretrain.data.sources import Blend, Sources
@@ -47,7 +48,7 @@ def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[
 
 def split_ends(split: str) -> tuple[float, float]:
     """The shares of a dataset at which training and validation end."""
-    shares = [float(share) for share in split.removesuffix(",").split(",")] + [0.0, 0.0]
+    shares = [*shares_of(split), 0.0, 0.0]
     train_end = shares[0] / sum(shares)
     return train_end, train_end + shares[1] / sum(shares)
 

@@ -328,8 +328,10 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
         if name not in params and not _by_key(reconciler.config, known[name], *rivals.get(name, ())):
             _scheduler_param(reconciler, name, value, _BY_DEFAULT)
     for name, value in params.items():
-        short = name == "warmup_num_steps" and value in (0, 1)
-        _scheduler_param(reconciler, name, 2 if short else value, " (2 is the least there)" * short)
+        if name == "warmup_num_steps" and value in (0, 1):
+            _scheduler_param(reconciler, name, 2, " (2 is the least there)")
+        else:
+            _scheduler_param(reconciler, name, value)
     if style == "linear":  # which decays to the rate at which the warm-up began
         reconciler.same("scheduler.params.warmup_min_lr", params.get("warmup_min_lr"), "min_lr")
 
