@@ -24,7 +24,7 @@ import torch
 from megaaccum.config import Plan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import FlushError, listed
+from megaaccum.errors import FlushError
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
 from megaaccum.model.torch_chunk import layers_of
@@ -60,9 +60,7 @@ def build(
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
     if sharding.sync == "streaming":
-        for chunk in chunks:
-            _run_every_layer(chunk)
-        backend.observers = [_EveryCall(chunks)]
+        backend.observers = [_EveryLayer(chunks)]
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
     optimizer.register_step_pre_hook(lambda *_: backend.memory.measure(backend.tensors))
     return backend
@@ -80,18 +78,36 @@ def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
     return kind
 
 
-class _EveryCall:
-    """Raises FlushError at the end of a forward step that calls no part of its chunk: the others' gathers of layers
-    would wait for this rank's until their timeout."""
+class _EveryLayer:
+    """Raises FlushError in a forward step that runs other layers than the first did, or in another order, before it
+    gathers one, and at the end of one that calls no part of its chunk. Layers are gathered and reduced one by one, in
+    collectives that would mix up those of ranks which run others, or wait for this rank's until their timeout."""
 
     def __init__(self, chunks: list[torch.nn.Module]):
-        self._called = False
+        self._first: dict[tuple[int, bool], list[int | None]] = {}
+        """Layers that the first forward ran, and None for its end, by chunk, and whether it was to have a backward."""
+        self._called, self._ran = False, list[int | None]([None])
         # A forward step may call the children or layers of a module of one's own one by one.
         for module in {each for chunk in chunks for path, each in chunk.named_modules() if path.count(".") < 3}:
             module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
+        for number, layer in (each for chunk in chunks for each in enumerate(layers_of(chunk))):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._run(number), prepend=True)
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
-        self._called = False
+        self._called, self._ran, self._kind = False, [], (chunk, torch.is_grad_enabled())
+
+    def _run(self, number: int | None) -> None:
+        if pytorch.in_backward() or self._ran[-1:] == [None]:  # a layer of its own, after a forward
+            return
+        self._ran.append(number)
+        then = self._first.get(self._kind, self._ran)[len(self._ran) - 1]
+        if number != then:
+            here, there = ("none" if each is None else each for each in (number, then))
+            raise FlushError(
+                f"sync streaming: micro-batches run other layers of this chunk ({here} in place of {there}, from 0), so"
+                " that ranks would mix up their parameters: let every micro-batch run every layer, as often and in one"
+                " order (times 0, if it is not to count), or set sync to resident"
+            )
 
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
         if not self._called:
@@ -99,30 +115,5 @@ class _EveryCall:
                 f"sync streaming: the forward step of micro-batch {microbatch} does not call the model, and other ranks"
                 " would wait for its layers: call it (times 0, if it is not to count), or set sync to resident"
             )
-
-
-def _run_every_layer(chunk: torch.nn.Module) -> None:
-    """Raise FlushError at the end of a forward that runs other layers than the first did. Layers are gathered and
-    reduced one by one, in collectives that would mix up those of ranks which run others."""
-    ran: set[int] = set()
-    first: frozenset[int] | None = None
-
-    def begin(*_: object) -> None:
-        ran.clear()
-
-    def end(*_: object) -> None:
-        if not torch.is_grad_enabled() or pytorch.in_backward():
-            return
-        nonlocal first
-        first = frozenset(ran) if first is None else first
-        if other := first ^ ran:
-            raise FlushError(
-                f"sync streaming: micro-batches run other layers of this chunk ({listed(map(str, sorted(other)))}, from"
-                " 0, in some of them alone), so that ranks would mix up their parameters: let every micro-batch run"
-                " every layer (times 0, if it is not to count), or set sync to resident"
-            )
-
-    for number, layer in enumerate(layers_of(chunk)):
-        layer.register_forward_pre_hook(lambda *_, number=number: None if pytorch.in_backward() else ran.add(number))
-    chunk.register_forward_pre_hook(begin)
-    chunk.register_forward_hook(end)
+        self._run(None)
+        self._first.setdefault(self._kind, self._ran)

@@ -245,6 +245,7 @@ class Fsdp2Backend(ShardingBackend):
         return fsdp2.gathered_parameters(self._roots)
 
     def finish_reduction(self) -> None:
+        fsdp2.refuse_unreduced(self._roots)
         self.at_owners.finish()
         self._sum_the_rest()
 

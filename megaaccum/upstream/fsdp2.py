@@ -199,8 +199,6 @@ class UnitTurns:
         self.skips |= any(unit._training_state.name == "IDLE" for unit in self._units)
         while self._left:
             self._reduce()
-        for late in (p for unit in self._units if unit.reduce_grads for p in unit.fsdp_params if _gradients(p)):
-            raise FlushError(f"a gradient of {late._param_fqn} came after its reduction: let no other layer use it")
         end()
 
     def _reduce(self) -> None:
@@ -215,6 +213,16 @@ def _end_backward(root: Any) -> None:
     context = root._get_fsdp_state()._state_ctx
     context.manual_backward_finalization_active = bool(getattr(context, "manual_backward_finalization_active", None))
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def refuse_unreduced(roots: Iterable[Any]) -> None:
+    """Raise FlushError if a gradient is left after the reductions of a step. torch 2.13 reduces a unit that runs more
+    than once only for the first of the backwards in which a reentrant checkpoint computes it."""
+    for late in (param for root in roots for unit in units(root) for param in unit.fsdp_params if _gradients(param)):
+        raise FlushError(
+            f"a gradient of {late._param_fqn} came after its reduction: let no other layer use it, and checkpoint a"
+            " layer that runs more than once with use_reentrant=False"
+        )
 
 
 def drop_unreduced(root: Any) -> None:

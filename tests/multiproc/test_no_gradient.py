@@ -111,15 +111,19 @@ OF_FSDP2 = {
 """By step and micro-batch of two ranks, which take turns, the layers that it calls."""
 
 
-def own_layers(steps: list[list[list[int]]], shared: str = "") -> tuple[float, list[str]]:
+def own_layers(
+    steps: list[list[list[int]]], shared: str = "", *, is_reentrant: bool = False, **sharding: str
+) -> tuple[float, list[str]]:
     """By how much weights and losses differ from those of one process, and what happened in the last backward of the
     first step: names of parameters that were reduced, and of layers whose backward began.
 
-    A layer -1 is a use of layer 1's bias outside of it. shared: what has a parameter of layer 0 too.
+    A layer -1 is a use of layer 1's bias outside of it. shared: what has a parameter of layer 0 too. is_reentrant: a
+    checkpoint runs each layer.
     """
     import copy
 
     import torch
+    from torch.utils.checkpoint import checkpoint
 
     from megaaccum import Plan, initialize
 
@@ -138,6 +142,8 @@ def own_layers(steps: list[list[list[int]]], shared: str = "") -> tuple[float, l
             hidden = self.first(batch["x"])
             for number in batch["calls"]:
                 more = self.layers[number](hidden) if number >= 0 else hidden + self.layers[1].bias
+                if is_reentrant:
+                    more = checkpoint(self.layers[number], hidden, use_reentrant=True)
                 if more.requires_grad:
                     more.register_hook(lambda _, number=number: events.append(f"backward of {number}"))
                 hidden = hidden + more.tanh()
@@ -150,7 +156,8 @@ def own_layers(steps: list[list[list[int]]], shared: str = "") -> tuple[float, l
     rank, model = torch.distributed.get_rank(), Model().double()
     reference = copy.deepcopy(model)
     batch = dict(micro_batch_size=1, seq_length=8, grad_accum_steps=4)
-    plan = Plan.of(batch=batch, sharding=dict(backend="fsdp2", sync="resident"), optimizer=dict(clip_grad=0.0))
+    sharding = dict(backend="fsdp2", sync="resident") | sharding
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0))
     engine = initialize(
         plan, model, forward_step_func=forward_step, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
     )
@@ -218,6 +225,23 @@ def test_a_layer_that_is_listed_twice_is_cut_once():
         assert apart < 1e-12
 
 
+@pytest.mark.parametrize(("calls", "said"), [([0, 2, 1], "2 in place of 1"), ([*ALL, 2], "2 in place of none")])
+def test_layers_that_run_in_another_order_end_a_run_that_gathers_layer_by_layer(calls, said):
+    """FSDP2 mixed up the weights of layers of one size without a word."""
+    ends = try_ranks(own_layers, 2, [[ALL] * 4 + [ALL, calls] + [ALL] * 2], timeout=40, sync="streaming")
+    assert all(end.failed for end in ends)
+    assert f"run other layers of this chunk ({said}, from 0" in str(ends[1].error)
+
+
+def test_layers_that_run_twice_in_reentrant_checkpoints():
+    """FSDP2 reduces the first backward's gradients alone."""
+    twice = [[ALL + ALL] * 8]
+    for apart, _ in run_ranks(own_layers, 2, twice, is_reentrant=True, timeout=40):
+        assert apart < 1e-12
+    for end in try_ranks(own_layers, 2, twice, is_reentrant=True, sync="streaming", timeout=40):
+        assert end.error is not None and "checkpoint a layer that runs more than once with use_reent" in end.error.text
+
+
 @pytest.mark.parametrize("shared", ["last", "layers.2"])
 def test_one_weight_of_two_units_of_fsdp2_ends_the_run(shared):
     """FSDP2 would cut it in one, and fail in the other."""
@@ -231,7 +255,7 @@ def test_a_layer_that_a_rank_leaves_out_ends_a_run_that_gathers_layer_by_layer(b
     ends = try_ranks(no_gradient.gradients, 2, [Case(2, backend + PLAIN, SMALL)], no_gradient.left_out, timeout=40)
     assert all(end.failed for end in ends)
     last = ends[1].error
-    assert last is not None and last.kind == "FlushError" and "run other layers of this chunk (1, from 0" in last.text
+    assert last is not None and last.kind == "FlushError" and "run other layers of this chunk (2 in" in last.text
 
 
 def without_a_call(backend: str, microbatch: int) -> None:
