@@ -119,8 +119,7 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
         storage = _Entries()
         for index, info in metadata.storage_data.items():
             storage[index.fqn] = info
-        tensors = metadata.state_dict_metadata.items()
-        stored = {key: _stored(what.size.args[0], storage[key]) for key, what in tensors}
+        stored = {key: _stored(it.size.args[0], storage[key]) for key, it in metadata.state_dict_metadata.items()}
     except CheckpointError:
         raise
     except Exception as error:  # a pickle that was tampered with can raise anything

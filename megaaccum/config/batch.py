@@ -46,9 +46,7 @@ class BatchPlan:
     def sample_index(self, index: int, dp_rank: int, *, in_runs: bool) -> int:
         """The position in the global batch, counted in micro-batches, of micro-batch `index` of a data-parallel rank.
         Ranks take turns; with in_runs each has `num_microbatches` consecutive ones."""
-        if in_runs:
-            return dp_rank * self.num_microbatches + index
-        return index * self.data_parallel_size + dp_rank
+        return dp_rank * self.num_microbatches + index if in_runs else index * self.data_parallel_size + dp_rank
 
     @property
     def device_batch_size(self) -> int:

@@ -66,8 +66,7 @@ class BatchRamp:
 
     def size_at(self, consumed_samples: int) -> int:
         """The sequences, over all ranks, of the step that begins after `consumed_samples`."""
-        index = bisect_right(self.intervals, consumed_samples, key=lambda interval: interval[0])
-        return self.intervals[index - 1][1]
+        return self.intervals[bisect_right(self.intervals, consumed_samples, key=lambda each: each[0]) - 1][1]
 
     def rungs(self) -> Iterator[Rung]:
         """The batches in the order of steps, without those whose span an earlier step overshoots."""

@@ -46,8 +46,7 @@ def resolve_keys(config: Config, world_size: int, *, own_model: bool) -> Resolve
     if (path := resolved.parallel.schedule or "").endswith(".csv"):
         set_shared_table(path, None)  # left by an earlier run in this process
     derive(resolved, notes, own_model=own_model)
-    subject = Subject.from_config(resolved, written=config, world_size=world_size, own_model=own_model)
-    problems = broken_rules(subject)
+    problems = broken_rules(Subject.from_config(resolved, written=config, world_size=world_size, own_model=own_model))
     model = math.prod(value(resolved, ALIASES[axis]) for axis in ("tp", "cp", "pp"))
     dp = world_size // model if model > 0 and world_size % model == 0 else 0  # which a rule reports
     batch = _cut_batch(resolved, dp, notes, problems) if dp else None

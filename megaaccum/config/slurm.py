@@ -41,8 +41,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def tasks_per_node(text: str) -> list[int]:
     """[4, 4, 2] of Slurm's `4(x2),2`."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
+    return [int(tasks) for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(nodes or 1))]
 
 
 def first_host(nodes: str) -> str:

@@ -76,8 +76,7 @@ class _Streams(dict[str, Any]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if super().__getitem__(name) is None:
-            seed = _number(self.key, name, self.tp_rank)
-            self[name] = torch.Generator(cpu.device()).manual_seed(seed).get_state()
+            self[name] = torch.Generator(cpu.device()).manual_seed(_number(self.key, name, self.tp_rank)).get_state()
         return cast("torch.Tensor", super().__getitem__(name))
 
 

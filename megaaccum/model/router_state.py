@@ -45,7 +45,6 @@ def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
 
 def _routers(chunk: torch.nn.Module) -> list[Any]:
     """The routers of a chunk that keep a bias, without those that Megatron leaves alone: frozen, or in evaluation."""
-    has_experts = getattr(chunk.config, "num_moe_experts", None)
-    modules: Any = chunk.modules() if has_experts else ()
+    modules: Any = chunk.modules() if getattr(chunk.config, "num_moe_experts", None) else ()
     biased = [module for module in modules if getattr(module, "expert_bias", None) is not None]
     return [module for module in biased if module.training and not getattr(module, "frozen_expert_bias", False)]

@@ -8,7 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from megaaccum.config.schema import ShardingConfig
 from megaaccum.errors import listed
+from megaaccum.model.names import DTYPES
 from megaaccum.upstream import pytorch
 
 _DRIVERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -41,8 +43,10 @@ def module_problems(chunk: torch.nn.Module) -> Iterator[str]:
                 yield f"{called} {why}: build it with {key}={off}"
 
 
-def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Parameters that no backend takes, that this one's library fails on, or would convert."""
+def parameter_problems(sharding: ShardingConfig, params: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Parameters that no backend takes, that this one's library fails on or would convert, or of another precision than
+    the plan's."""
+    backend, asked = sharding.backend, sharding.params_dtype or "fp32"
     unfit: dict[str, list[str]] = {}
     first, in_memory = dict[torch.dtype, str](), dict[int, tuple[str, torch.nn.Parameter]]()
     for name, param in params.items():
@@ -54,8 +58,13 @@ def parameter_problems(backend: str, params: dict[str, torch.nn.Parameter]) -> l
         if why:
             unfit.setdefault(why, []).append(name)
     problems = [f"{listed(found)}: {why}" for why, found in unfit.items()]
+    some = " and ".join(f"{name} in {_named(dtype)}" for dtype, name in first.items())
+    if some and DTYPES[asked] not in first and (asked != "fp32" or torch.float16 in first):
+        problems.append(
+            f"the model has {some}, but params_dtype is {asked}, for which loss scale and backend are set up: convert"
+            f" the model to {_named(DTYPES[asked])}, or set params_dtype to what it has"
+        )
     if len(first) > 1 and backend in ("deepspeed", "fsdp2"):
-        some = " and ".join(f"{name} in {_named(dtype)}" for dtype, name in first.items())
         problems.append(
             f"{backend} gives all parameters one dtype, but the model has {some}: convert them, or set backend to"
             " megatron or ddp"

@@ -64,8 +64,7 @@ class ExpertCounter:
         if not (router.training and torch.is_grad_enabled()):
             return
         probs, routed = output
-        kept = (probs.detach() != 0 if self._pads else routed).sum(dim=0)
-        self._counts[row, :-1] += kept
+        self._counts[row, :-1] += (probs.detach() != 0 if self._pads else routed).sum(dim=0)
         self._counts[row, -1] += routed.shape[0] * router.topk
 
     def loads(self, counts: torch.Tensor) -> ExpertLoads | None:

@@ -125,8 +125,8 @@ class Fsdp2Backend(ShardingBackend):
             fully_shard(module, mesh=self._expert_mesh, **kept)
         for layer in layers:
             fully_shard(layer, mesh=self._mesh, **kept)
-        root = fully_shard(chunk, mesh=self._mesh, **kept)
-        root.set_reduce_scatter_unused_params(True)  # an expert without tokens on one rank has them on another
+        # An expert without tokens on one rank has them on another.
+        fully_shard(chunk, mesh=self._mesh, **kept).set_reduce_scatter_unused_params(True)
         for module in chunk.modules():
             if isinstance(module, FSDPModule):
                 if sharding.deterministic:

@@ -149,8 +149,7 @@ class MatrixUpdates:
         self._form = {matrix: each for pieces in held for each in pieces for matrix in each.matrices()}
         at_owners = owners.at_owners(plan.config, plan.batch.num_microbatches)
         holders = _Holders(held, self._group.rank(), at_owners)
-        cost = owners.COSTS[self._keys.optimizer]
-        self.owned = owners.assign(self._form, self._group.size(), holders.ranks, cost)
+        self.owned = owners.assign(self._form, self._group.size(), holders.ranks, owners.COSTS[self._keys.optimizer])
         mine = () if is_muon else self.owned[self._group.rank()]
         self.soap = {matrix: Soap(self._keys, matrix.rows, matrix.columns) for matrix in mine}
         self._rounds = [holders.round(each) for each in owners.rounds(self.owned, self._keys.muon_bucket_size)]
@@ -180,8 +179,7 @@ class MatrixUpdates:
         going: list[Transfer] = []
         for number, step in enumerate(self._rounds):
             parts = self._parts(step.mine, coming.pop())
-            for later in self._rounds[number + 1 : number + 2]:
-                coming.append(self._fetch(later, inputs))
+            coming += [self._fetch(later, inputs) for later in self._rounds[number + 1 : number + 2]]
             results = {matrix: self.iterate(matrix, parts[matrix]) for matrix in step.mine}
             going.append(self._send(step.returns, step.updates, self._cut(results), self._wire))
             if number:
@@ -242,9 +240,8 @@ class MatrixUpdates:
     def iterate(self, matrix: Matrix, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """The update of a whole matrix, from its momentum or gradient: tensor-parallel parts, flat."""
         form = self._form[matrix]
-        columns = form.columns
         self.num_calls += 1
-        whole = torch.cat([part.view(-1, columns) for part in parts], dim=form.axis)
+        whole = torch.cat([part.view(-1, form.columns) for part in parts], dim=form.axis)
         if matrix in self.soap:
             found = self.soap[matrix].update(whole)
         else:

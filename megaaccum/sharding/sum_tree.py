@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megaaccum.config import Plan
 from megaaccum.distributed.groups import Groups
+from megaaccum.errors import FlushError
 from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.upstream import pytorch
@@ -126,11 +127,19 @@ class SumTree:
         self._run = (self._root,) if nodes is None else nodes
         self._missing = set(self._run)
         self._nodes: dict[Node, torch.Tensor] = {}
+        self._came: set[Node] = set()
 
     def add(self, place: int | Node, tensor: torch.Tensor, *, lent: bool = False) -> bool:
         """Take the tensor of a leaf, or the sum of a node, which is overwritten; lent: a copy of it, where it cannot
-        be added at once. Returns whether all are there."""
+        be added at once. Returns whether all are there. Raises FlushError if a leaf comes twice."""
         node, given = (place, place + 1) if isinstance(place, int) else place, tensor
+        if node in self._came:
+            raise FlushError(
+                "reproducible layout: a parameter has a second gradient in one micro-batch, as of a layer that runs"
+                " twice in reentrant checkpoints, or under fsdp2 with sync streaming: set sync to resident, and the"
+                " checkpoints' use_reentrant to False"
+            )
+        self._came.add(node)
         if self._rounded is not None and node != self._root:
             tensor = tensor.to(self._rounded)
         while node != self._root:
@@ -140,7 +149,6 @@ class SumTree:
             tensor = self._in_precision_of(parent, self._nodes.pop(sibling)).add_(tensor)
             node = parent
         lent = lent and tensor is given
-        assert node not in self._nodes, f"{place} came twice"
         self._nodes[node] = tensor.clone() if lent else tensor
         self._missing.discard(node)
         return not self._missing

@@ -182,7 +182,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
             f"{listed(shared)}: one parameter in two chunks of this rank, which would both reduce it: give each chunk"
             " its own"
         )
-    return problems + parameter_problems(plan.config.sharding.backend, dict(names.named_parameters(chunks)))
+    return problems + parameter_problems(plan.config.sharding, dict(names.named_parameters(chunks)))
 
 
 def _config_problems(plan: Plan, config: Any) -> list[str]:

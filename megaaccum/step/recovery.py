@@ -130,8 +130,7 @@ class Recovery:
             raise StepError(f"step {step}: the gradient is not finite: {why}. (nonfinite: raise)")
         if self._keys.nonfinite == "drop_microbatch" and findings is not None:
             attempt = without(findings)
-        skip = not attempt.is_finite or attempt.is_empty
-        return replace(attempt, skip=skip, bad=True, note=f"not finite: {why}")
+        return replace(attempt, skip=not attempt.is_finite or attempt.is_empty, bad=True, note=f"not finite: {why}")
 
     def _count(self, step: int, verdict: Attempt) -> None:
         """Count bad steps: those that were not finite, whatever was done about it, and those that the guard of the norm

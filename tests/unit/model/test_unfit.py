@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megaaccum.config.schema import ShardingConfig
 from megaaccum.model.unfit import module_problems, parameter_problems
 
 
@@ -25,7 +26,7 @@ def test_a_model_of_usual_modules_has_no_problem():
     chunk = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     assert [*module_problems(chunk)] == []
     for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
-        assert parameter_problems(backend, dict(chunk.named_parameters())) == []
+        assert parameter_problems(ShardingConfig(backend=backend), dict(chunk.named_parameters())) == []
 
 
 def hooked() -> torch.nn.Parameter:
@@ -45,8 +46,10 @@ def test_two_parameters_in_one_memory():
     apart = {"up": torch.nn.Parameter(flat[:4]), "down": torch.nn.Parameter(flat[4:])}
     words = "in the memory of one, of which a backend makes two; assign that parameter, not its .data"
     for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
-        assert parameter_problems(backend, {"one": one, "two": two, "frozen": frozen}) == [f"two, frozen: {words}"]
-        assert parameter_problems(backend, {"one": one, "again": one, **apart}) == []
+        assert parameter_problems(ShardingConfig(backend=backend), {"one": one, "two": two, "frozen": frozen}) == [
+            f"two, frozen: {words}"
+        ]
+        assert parameter_problems(ShardingConfig(backend=backend), {"one": one, "again": one, **apart}) == []
 
 
 @pytest.mark.parametrize(
@@ -64,5 +67,22 @@ def test_two_parameters_in_one_memory():
 )
 def test_a_parameter_that_is_not_taken(param, words, taken_by):
     for backend in ("deepspeed", "fsdp2", "megatron", "ddp"):
-        texts = parameter_problems(backend, {"one": param, "two": param})
+        texts = parameter_problems(ShardingConfig(backend=backend), {"one": param, "two": param})
         assert [text.startswith(f"one, two: {words}") for text in texts] == [True] * (backend not in taken_by), backend
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "words"),
+    [
+        (torch.float32, "bf16", "the model has one in float32, but params_dtype is bf16"),
+        (torch.bfloat16, "fp16", "convert the model to float16, or set params_dtype to what it has"),
+        (torch.float16, None, "the model has one in float16, but params_dtype is fp32"),
+        (torch.bfloat16, None, ""),
+        (torch.bfloat16, "bf16", ""),
+        (torch.float64, None, ""),
+    ],
+)
+def test_a_model_of_another_precision_than_the_plans(dtype, asked, words):
+    """DeepSpeed would convert it, and the others train float16 without a scale of the loss."""
+    texts = parameter_problems(ShardingConfig(backend="ddp", params_dtype=asked), {"one": of(2, dtype=dtype)})
+    assert [words in text for text in texts] == [True] * bool(words)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from megaaccum.errors import FlushError
 from megaaccum.lab.planner.footprint import partial_sums, sums_of_runs
 from megaaccum.sharding.sum_tree import MicrobatchSums, Runs, SumTree, nodes_of
 
@@ -84,6 +85,15 @@ def test_sums_of_16_bits_are_the_same_whatever_crosses_ranks(count, ranks):
     exact, largest = torch.stack(parts).double().sum(0), torch.stack(parts).abs().sum(0)
     assert ((total.double() - exact).abs() <= 2.0**-9 * math.ceil(math.log2(count) + 1) * largest).all()
     assert not torch.equal(total, summed(parts, list(range(count))))
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+def test_a_leaf_that_comes_twice_is_an_error_though_its_sum_is_made(leaf):
+    tree = SumTree(3)
+    for place, tensor in enumerate(leaves(3)):
+        tree.add(place, tensor)
+    with pytest.raises(FlushError, match="a second gradient in one micro-batch"):
+        tree.add(leaf, torch.ones(1))
 
 
 def test_an_order_that_is_another_trees_is_seen():

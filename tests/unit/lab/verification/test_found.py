@@ -10,7 +10,9 @@ import pytest
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.snippets import ROOT, blocks_of
 
-BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN = (block.source for block in blocks_of(ROOT / "docs/concepts/found.md"))
+BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN, TWICE = (
+    block.source for block in blocks_of(ROOT / "docs/concepts/found.md")
+)
 
 
 def names_of(source: str, wanted: tuple[str, ...]) -> list[Any]:
@@ -53,10 +55,14 @@ def test_masters_in_another_order():
     assert reordered == [0.0, 2.0, 1.0, 3.0]
 
 
+def test_a_layer_that_runs_twice_in_reentrant_checkpoints():
+    assert found(TWICE, "whole", "half") == [2.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "source",
-    [BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN],
-    ids=["bias", "z loss", "latent", "ZeRO-3", "round robin"],
+    [BIAS, Z_LOSS, LATENT, ZERO_3, ROUND_ROBIN, TWICE],
+    ids=["bias", "z loss", "latent", "ZeRO-3", "round robin", "twice"],
 )
 def test_each_is_short(source):
     assert len(source.splitlines()) <= 40
