@@ -58,7 +58,7 @@ class Plan:
             world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
 
         Raises:
-            ConfigError: with everything that is wrong, all at once.
+            ConfigError: with every key that cannot be read, or else with every rule that is broken.
         """
         return resolve(load(path, overrides), world_size=_world_size(world_size))
 
@@ -93,7 +93,7 @@ class Plan:
             keys: any other key of a file.
 
         Raises:
-            ConfigError: with everything that is wrong, all at once.
+            ConfigError: with every key that cannot be read, or else with every rule that is broken.
         """
         source = Source("Plan.of")
         sections = dict(batch=batch, layout=layout, sharding=sharding, quantization=quantization, step=step)
