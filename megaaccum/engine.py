@@ -101,12 +101,12 @@ class Engine:
     | --- | --- | --- | --- |
     | `train_step` | takes a step | StepError | StepError |
     | `forward_backward` | opens a step | adds to it | StepError |
-    | `optim_step` | StepError | ends it | StepError |
+    | `optim_step` | StepError | ends it; drops it, if a loss function gave something wrong | StepError |
     | `forward`, `evaluate` | run | run, and leave it open | StepError |
     | `trial` | makes a gradient and drops it | StepError | StepError |
     | `gather_ahead` | begins the gather of the next step | nothing: parameters are whole | StepError |
     | `save` | writes a checkpoint | writes the state of before it, and leaves it open | writes |
-    | `load` | loads | drops its gradients, then loads | loads |
+    | `load` | loads | drops its gradients, then loads | loads, but the engine stays failed |
     | `whole_weights` | streams the weights | streams those of before it, and leaves it open | streams |
     | `load_weights` | replaces the weights | drops its gradients, then replaces | StepError |
 
@@ -253,7 +253,8 @@ class Engine:
             forward_step_func: instead of the engine's.
             weights: of each micro-batch, where known before the forward.
             total_weight: N of the whole step, over all calls and ranks, where known: the loss is then divided before
-                the backward, which is exact for side losses too. Else gradients are sums until `optim_step`.
+                the backward, which is exact for balancing losses too if the step has as many micro-batches as planned
+                (otherwise its `note` says by how much they are off). Else gradients are sums until `optim_step`.
             expected_tokens: the expected weight of a micro-batch, by which a balancing loss of experts is weighed while
                 N is not known. Default: its `weights`, else all its tokens.
             lengths: tokens per sequence of each micro-batch, with `variable_seq_lengths` and micro-batches that are no
@@ -361,7 +362,8 @@ class Engine:
     # --- state ---
 
     def state(self) -> dict[str, Any]:
-        """Counters, loss scale, guards and noise scale, as plain numbers; the same on every rank."""
+        """Counters, loss scale, guards, noise scale and what the optimizer is, as numbers and texts; the same on every
+        rank."""
         config, steps = self.plan.config, self.train_steps
         kept: dict[str, Any] = {"train_step": steps.recovery.state_dict(), "verified": self.verified}
         kept |= {"optimizer": config.optimizer.optimizer, "group_rates": group_rates(config), "model": unseen(config)}
@@ -383,7 +385,8 @@ class Engine:
 
     def save(self, folder: str | os.PathLike[str], *, keep_last: int = 0) -> Path:
         """Write a checkpoint into `folder` and make it the current one; returns where. keep_last: how many checkpoints
-        of the folder are kept, 0 for all. Raises CheckpointError on every rank when any could not write."""
+        of the folder are kept, 0 for all; of one step the last is. Raises CheckpointError on every rank when any could
+        not write."""
         raise_on_all_ranks(resume.check_kept, self._unkept)
         with self.groups.current(), self.train_steps.before_open():
             return save_load.save(

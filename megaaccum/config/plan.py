@@ -58,7 +58,7 @@ class Plan:
             world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
 
         Raises:
-            ConfigError: with everything that is wrong, all at once.
+            ConfigError: with every key that cannot be read, or else with every rule that is broken.
         """
         return resolve(load(path, overrides), world_size=_world_size(world_size))
 
@@ -88,12 +88,12 @@ class Plan:
             quantization: `fp8_format`, `fp8_recipe`, ...
             step: `nonfinite`, `grad_norm_guard`, `short_batch`, loss scales, ...
             optimizer: `lr`, `weight_decay`, `clip_grad`, ...; without `lr` the engine has no LR schedule.
-            run: `seed`, `train_iters`, `step_timeout_seconds`, ...
+            run: `seed`, `rng`, `train_iters`, `override`, ...; what only `megaaccum train` does is not done.
             world_size: ranks over all hosts; default: the launcher's WORLD_SIZE, else 1.
             keys: any other key of a file.
 
         Raises:
-            ConfigError: with everything that is wrong, all at once.
+            ConfigError: with every key that cannot be read, or else with every rule that is broken.
         """
         source = Source("Plan.of")
         sections = dict(batch=batch, layout=layout, sharding=sharding, quantization=quantization, step=step)

@@ -112,7 +112,7 @@ def register(name: str, builder: Builder | str | Path, *, chunks: int = 1, place
     number of micro-batches (chunks and placement are then the file's). What it builds is validated by `build`.
     Raises ScheduleError if the name is taken.
     """
-    if name in _REGISTRY:
+    if name in ("none", "auto", *_REGISTRY):
         raise ScheduleError(f"there is a schedule {name!r} already: register yours under another name")
     if callable(builder):
         _REGISTRY[name] = Entry(name=name, chunks=chunks, placement=placement, build=builder)

@@ -2,7 +2,7 @@
 
 The less a rank may hold, the straighter a micro-batch has to go down to the head and back. Their paper gives building
 blocks, one for each size of memory, that are repeated and then squeezed. Here the block comes out of a search among
-straight waves for passes of equal length (`orders.waves`), which is as fast or faster at the same memory.
+straight waves for passes of equal length (`pass_numbers.waves`), which is as fast or faster at the same memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The one owner of the loss divisor: it computes every factor by which a loss or a gradient is multiplied.
 
-The multiplications themselves are in two places: `forward_step` multiplies the loss by `Divisor.in_loss`, and
-`grad_norm.scale_and_clip` multiplies the reduced gradient by what is left.
+The multiplications themselves are in three places: `forward_step` multiplies the loss by `Divisor.in_loss`,
+`side_losses` has Megatron multiply the losses on the side by it, and `grad_norm.scale_and_clip` multiplies the reduced
+gradient by what is left.
 
 Megatron's schedules divide nothing (`calculate_per_token_loss`), DeepSpeed's accumulation is 1, and data-parallel
 averaging is taken back here. A loss function returns Megatron's triple: the sum of a micro-batch's losses, the weight

@@ -42,7 +42,9 @@ class SideLosses:
         if self._predicts and any(getattr(config, "context_parallel_size", 1) > 1 for config in self._configs):
             megatron.weigh_predictions_over_cp()
         self._divisor, self._loss_scale, self._mean_weight = Divisor.known(1.0, reduction_divisor=1), 1.0, 1.0
-        self._expected, self._count = 0.0, 0  # of the step's micro-batches on this rank whose weight is not known
+        self.weighed, self.note = (0.0, 0.0), ""
+        """The sum of the weights by which this rank's micro-batches of the step count in balancing losses, and how many
+        these are; by how much the coefficients of the step were off, empty if they were not."""
         self._scalars: dict[float, torch.Tensor] = {}
         self._batch: Microbatches | None = None
 
@@ -55,7 +57,7 @@ class SideLosses:
         """Take the divisor and the loss scale of a step's backwards."""
         self._divisor, self._loss_scale = divisor, loss_scale
         self._mean_weight = (divisor.total or 1.0) / max(divisor.num_microbatches, 1)
-        self._expected, self._count = 0.0, 0
+        self.weighed, self.note = (0.0, 0.0), ""
         self._scalars.clear()
         # Megatron keeps the first scale that it is ever given, and copies later ones into it.
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, dtype=torch.float64, device=cpu.device())
@@ -65,12 +67,10 @@ class SideLosses:
         self._batch = batch if self.are_there else None
         if self._batch is None:
             return
-        unknown = self._divisor.total is None and batch.weights is None
-        if unknown and self._weighs and torch.is_grad_enabled():
-            real = [index for index in range(len(batch)) if index not in batch.dummies]
-            self._expected += sum(map(batch.expected_weight, real))
-            self._count += len(real)
-        first = next((index for index in range(len(batch)) if index not in batch.dummies), 0)
+        real = [index for index in range(len(batch)) if index not in batch.dummies]
+        if self._weighs and torch.is_grad_enabled():
+            self.weighed = self.weighed[0] + sum(self._weight(batch, i) for i in real), self.weighed[1] + len(real)
+        first = next(iter(real), 0)
         balance = self._scalar(self.balance_scale(batch, first))
         prediction = self._scalar(self.prediction_scale(batch, first))
         for config in self._configs:
@@ -81,38 +81,38 @@ class SideLosses:
         MoEAuxLossAutoScaler.set_loss_scale(balance)  # a flush may go on with a backward
         self._scale_sums(prediction)
 
-    def note(self, total: float) -> str:
-        """By how much the coefficients of balancing and z losses were off in a step whose weight, of this rank's share,
-        was `total` and not known before; empty if they were not."""
-        if not self._count or not total or abs(self._expected / total - 1) < 0.01:
-            return ""
-        return (
-            f"balancing and z losses weighed {self._expected / total:.3g} times their coefficients, as N was not known"
-            f" before the backward: give weights or total_weight, or expected_tokens {total / self._count:.4g}"
-        )
+    def compare(self, total: float, weights: float, count: float) -> None:
+        """Note by how much the coefficients of balancing and z losses were off in a step of weight `total`. weights,
+        count: `weighed`, of the micro-batches of all ranks."""
+        if count and total and abs(weights / total - 1) >= 0.01:
+            self.note = (
+                f"balancing and z losses weighed {weights / total:.3g} times their coefficients: give weights, or"
+                " total_weight with as many micro-batches as planned, before the backward, or expected_tokens"
+                f" {total / count:.4g}"
+            )
 
     def begin_backward(self, chunk: int, microbatch: int) -> None:
         """Set the scales of a micro-batch if they are not those of the others."""
         if self._batch is None or not self._batch.differ:
             return
         index = microbatch - self._batch.first
-        if self._balances:
-            MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index)))
+        MoEAuxLossAutoScaler.set_loss_scale(self._scalar(self.balance_scale(self._batch, index)))
         self._scale_sums(self._scalar(self.prediction_scale(self._batch, index)))
 
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
         tokens."""
-        if index in batch.dummies:
-            return 0.0
-        weight = self._mean_weight if self._divisor.total is not None else batch.expected_weight(index)
-        return self._divisor.in_loss * self._loss_scale * weight / batch.tokens[index]
+        return self._factor(batch, index) * self._weight(batch, index) / batch.tokens[index]
 
     def prediction_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""
-        if index in batch.dummies:
-            return 0.0
-        return self._divisor.in_loss * self._loss_scale * batch.token_weight(index)
+        return self._factor(batch, index) * batch.token_weight(index)
+
+    def _factor(self, batch: Microbatches, index: int) -> float:
+        return 0.0 if index in batch.dummies else self._divisor.in_loss * self._loss_scale
+
+    def _weight(self, batch: Microbatches, index: int) -> float:
+        return batch.expected_weight(index) if self._divisor.total is None else self._mean_weight
 
     def _scale_sums(self, scale: torch.Tensor) -> None:
         """Set the scale of losses that are sums over tokens."""

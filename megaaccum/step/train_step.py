@@ -306,7 +306,7 @@ class TrainStep:
         self.observer.phase("report")
         self.recovery.conclude(verdict)
         self.transaction.last_weight = verdict.weight / self.batch.global_batch_size
-        notes = opened.note, verdict.note, self.side_losses.note(verdict.weight / self.groups.dp.size())
+        notes = opened.note, verdict.note, self.side_losses.note
         result = StepResult(
             step=opened.step, loss=verdict.loss, weight=verdict.weight, grad_norm=verdict.norm, skipped=verdict.skip,
             bad=verdict.bad, loss_scale=self.backend.loss_scale, sanitized=verdict.num_zeroed + verdict.num_dropped,

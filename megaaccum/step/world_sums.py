@@ -80,9 +80,14 @@ def counted(groups: Groups, sums: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def own_sums(steps: TrainStep, opened: OpenStep) -> list[torch.Tensor]:
-    """This rank's share of the loss, of N if that is not known yet, and of each report."""
-    tally = opened.tally
+    """This rank's share of the loss, of N if that is not known yet, of the weights of balancing losses if there are
+    experts, and of each report."""
+    tally, groups = opened.tally, steps.groups
     sums = tally.sums() if opened.divisor.total is None else [tally.total(tally.losses)]
+    if steps.plan.config.model.num_experts:
+        # Ranks of a pipeline and of a cp group have the same micro-batches, and the first counts.
+        is_first = groups.pp.rank() == groups.collection.cp.rank() == 0
+        sums += [sums[0].new_full((), is_first * each) for each in steps.side_losses.weighed]
     noise = [] if steps.noise_scale is None else steps.noise_scale.own_sums(tally.weights)
     return [*noise, *counted(steps.groups, [*sums, *steps.reports.sums(tally)])]
 
@@ -90,8 +95,7 @@ def own_sums(steps: TrainStep, opened: OpenStep) -> list[torch.Tensor]:
 def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
     """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
     scalars on its device."""
-    zero = steps.recovery.zero
-    zeroed = torch.zeros((), device=cpu.device()) if zero is None else zero.total()
+    zeroed = torch.zeros((), device=cpu.device()) if steps.recovery.zero is None else steps.recovery.zero.total()
     parts = [*counted(steps.groups, [*tally.faults(), steps.reports.unknown_names(tally)]), zeroed]
     return [part.to(cpu.device(), torch.float64) for part in parts]
 
@@ -101,6 +105,8 @@ def attempt_of(steps: TrainStep, opened: OpenStep, norm: float, sums: Sequence[f
     count = 0 if steps.noise_scale is None else 2
     noise, (loss, *rest) = tuple(sums[:count]), sums[count:]
     weight = opened.divisor.total if opened.divisor.total is not None else rest.pop(0)
+    if steps.plan.config.model.num_experts:
+        steps.side_losses.compare(weight, rest.pop(0), rest.pop(0))
     factor = opened.divisor.at_end(weight) / steps.backend.loss_scale
     reports = steps.reports.reduced(rest)
     return Attempt(

@@ -13,7 +13,7 @@ import pytest
 from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import cells, one_process_reference, problems, problems_with, relative_error
-from tests.support.engines import Calls, all_in_calls
+from tests.support.engines import Calls, all_in_calls, engine_of
 from tests.support.faults import Fault
 from tests.support.parity import Case, Rig, gradients
 
@@ -177,6 +177,31 @@ def with_an_evaluation(case: Case) -> str:
 
 def test_an_evaluation_in_an_open_step_has_no_part_in_its_note():
     assert run_ranks(with_an_evaluation, 2, Case(2, ACCUMULATED, MOE), timeout=60) == [""] * 2
+
+
+def notes_of(case: Case) -> list[str]:
+    """Notes of steps whose micro-batches have as many tokens as they weigh: the second rank expects three times as
+    many; a call gives N, and two of the plan's eight micro-batches are missing; the second rank lacks two."""
+    engine = engine_of(case)
+    rig = Rig(case, engine.plan, engine.groups, engine.chunks, engine.backend, engine.train_steps)
+    batches = [batch | {"loss_mask": batch["loss_mask"] * 0 + 1} for batch in rig.microbatches()]
+    tokens, ranks, rank = batches[0]["tokens"].numel(), engine.groups.dp.size(), engine.groups.dp.rank()
+    engine.forward_backward(batches, expected_tokens=tokens * 3**rank)
+    notes = [engine.optim_step().note]
+    engine.forward_backward(batches[:6], total_weight=6 * tokens * ranks)
+    notes.append(engine.optim_step().note)
+    return [*notes, engine.train_step(batches[: 8 - 2 * rank]).note]
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline_model_parallel_size 2 "])
+def test_a_note_on_coefficients_is_of_all_ranks(layout):
+    """Each rank compared its own micro-batches with the mean of all: one had a note, another none, and both a wrong one
+    if some lacked micro-batches."""
+    case = Case(4 if layout else 2, layout + "--pp_microbatches 8 --short_batch pad", MOE)
+    first, *others = run_ranks(notes_of, case.world_size, case, timeout=60)
+    assert all(notes == first for notes in others)
+    expected, told, padded = first
+    assert "weighed 2 times" in expected and "weighed 0.75 times" in told and "weighed" not in padded
 
 
 def with_another_scale(cases: list[Case], factor: float) -> list:

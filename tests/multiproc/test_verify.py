@@ -12,8 +12,8 @@ import megaaccum
 from megaaccum import Plan, cli
 from megaaccum.config import resolve
 from megaaccum.lab.planner import auto_schedule
-from megaaccum.lab.verification import borders
 from megaaccum.lab.verification.case import UserModel
+from megaaccum.lab.verification.localise import first_wrong_border
 from megaaccum.lab.verification.relations import CLOSE
 from megaaccum.lab.verification.shrink import as_case
 from megaaccum.lab.verification.testing import run_ranks
@@ -158,7 +158,7 @@ def test_the_border_at_which_a_step_goes_wrong(ranks, mistake, layout, words):
     if mistake:
         verifier = replace(verifier, observing=on_ranks.observing(mistake))
     seen = verifier.observe(case, at_borders=True)
-    assert words in borders.first_wrong(seen, reference, CLOSE["fp64"])
+    assert words in first_wrong_border(seen, reference, CLOSE["fp64"])
 
 
 def test_the_shipped_llama_in_its_layout():

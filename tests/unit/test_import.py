@@ -35,6 +35,11 @@ def test_nothing_heavy_is_imported(code):
     assert loaded_after(code).splitlines()[-1] == "[]"
 
 
+def test_a_program_that_verifies_imports_megatron_on_its_ranks_alone():
+    """Before the CPU lane's stand-ins are there, Megatron would import a Transformer Engine that needs a GPU."""
+    assert loaded_after("from megaaccum import verify", ("deepspeed", "megatron")) == "[]"
+
+
 def test_check_answers_at_once():
     """Imports of no use take longer than its answer: unittest.mock alone brings asyncio, ssl and email."""
     config = str(Path(__file__).parents[2] / "configs" / "llama3_405b.yaml")

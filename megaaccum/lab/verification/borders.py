@@ -12,7 +12,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,30 +20,10 @@ import torch
 from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered
 from megaaccum.distributed.groups import Groups
-from megaaccum.lab.verification.records import Observed, Reference
-from megaaccum.lab.verification.relations import factor_of
+from megaaccum.lab.verification.records import RECEIVED, SENT, Crossing
 from megaaccum.model.names import over_stages
 
-SENT, RECEIVED = "sends", "receives"
 _LAYER = re.compile(r"(?:|.*\.)layers\.\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """One tensor at a border, as a rank has it.
-
-    stage: that sends or receives it. way: SENT or RECEIVED. is_gradient: else an activation. after: the layer before
-    the border, in the whole model. microbatch: its number in the global batch. values: float64, of an activation
-    [sequence, batch, hidden] this rank's run of the sequence, number `part` of `parts`."""
-
-    stage: int
-    way: str
-    is_gradient: bool
-    after: str
-    microbatch: int
-    values: torch.Tensor
-    part: int
-    parts: int
 
 
 @contextmanager
@@ -134,42 +113,3 @@ def noting_outputs(model: torch.nn.Module, note: Callable[[str, list[torch.Tenso
         for name, module in model.named_modules():
             stack.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-
-
-# --- the first that is wrong ------------------------------------------------------------------------------------------
-
-
-def first_wrong(ranks: list[Observed], reference: Reference, close: float) -> str:
-    """Describe the first wrong tensor at a border, in the order of a step; empty if there is no border."""
-    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(reference, crossing) is not None]
-    if not crossings:
-        return ""
-    for crossing in sorted(crossings, key=_order):
-        true = _true(reference, crossing)
-        assert true is not None
-        distance = float((crossing.values - true).norm()) / max(float(true.norm()), 1e-300)
-        if not distance <= close:
-            r, left = factor_of(crossing.values, true)
-            kind = "gradient" if crossing.is_gradient else "activation"
-            return (
-                f"in the {'backward' if crossing.is_gradient else 'forward'}: the {kind} of micro-batch"
-                f" {crossing.microbatch} that stage {crossing.stage} {crossing.way}, at the border after"
-                f" {crossing.after}, is {f'x {r:.6g}' if r and left <= close else f'off by {distance:.1e}'}"
-            )
-    return "activations and gradients at the borders of stages are right: inside a stage, or after the backward"
-
-
-def _order(crossing: Crossing) -> tuple[Any, ...]:
-    """Sort key of a step: forwards from the first stage, then backwards from the last; sent, then received."""
-    at = crossing.stage if not crossing.is_gradient else -crossing.stage
-    return crossing.is_gradient, at + 0.5 * (crossing.way == SENT), crossing.microbatch
-
-
-def _true(reference: Reference, crossing: Crossing) -> torch.Tensor | None:
-    if crossing.microbatch >= len(reference.layers):
-        return None
-    tensors = reference.layers[crossing.microbatch].get(crossing.after, [])
-    if len(tensors) <= crossing.is_gradient:
-        return None
-    true = tensors[crossing.is_gradient].chunk(crossing.parts)[crossing.part]
-    return true if true.shape == crossing.values.shape else None

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.verification import borders, relations
+from megaaccum.lab.verification import relations
 from megaaccum.lab.verification.axes import AXES
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.compare import Comparison, relative_error
-from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Reference
+from megaaccum.lab.verification.records import GRADIENT, MODEL, SENT, Crossing, Observed, Reference
 from megaaccum.lab.verification.testing.ranks import RanksFailed
 from megaaccum.lab.verification.verdict import Verdict, Verifier
 
@@ -109,7 +112,7 @@ def _relate(found: Diagnosis, verifier: Verifier, case: Case) -> None:
         return
     if reference.steps[0].skipped or not found.parameter:
         return
-    found.border = borders.first_wrong(ranks, reference, relations.CLOSE[found.lane])
+    found.border = first_wrong_border(ranks, reference, relations.CLOSE[found.lane])
     plan, lane = case.plan(), found.lane
     true = reference.steps[0].tensors[GRADIENT]
     got, right = relations.gather(ranks, true), relations.laid_out(ranks, true)
@@ -174,6 +177,45 @@ def _copies(ranks: list[Observed], wrong: Iterable[str], close: float) -> str:
             if len(by_rank) > 1 and max(by_rank.values()) - min(by_rank.values()) > close * max(by_rank.values()):
                 return f"{axis} ranks {sorted(by_rank)} have different gradients of {name}: they were not summed"
     return ""
+
+
+# --- the first wrong tensor at a border ------------------------------------------------------------------------------
+
+
+def first_wrong_border(ranks: list[Observed], reference: Reference, close: float) -> str:
+    """Describe the first wrong tensor at a border, in the order of a step; empty if there is no border."""
+    crossings = [crossing for rank in ranks for crossing in rank.crossings if _true(reference, crossing) is not None]
+    if not crossings:
+        return ""
+    for crossing in sorted(crossings, key=_order):
+        true = _true(reference, crossing)
+        assert true is not None
+        distance = float((crossing.values - true).norm()) / max(float(true.norm()), 1e-300)
+        if not distance <= close:
+            r, left = relations.factor_of(crossing.values, true)
+            kind = "gradient" if crossing.is_gradient else "activation"
+            return (
+                f"in the {'backward' if crossing.is_gradient else 'forward'}: the {kind} of micro-batch"
+                f" {crossing.microbatch} that stage {crossing.stage} {crossing.way}, at the border after"
+                f" {crossing.after}, is {f'x {r:.6g}' if r and left <= close else f'off by {distance:.1e}'}"
+            )
+    return "activations and gradients at the borders of stages are right: inside a stage, or after the backward"
+
+
+def _order(crossing: Crossing) -> tuple[Any, ...]:
+    """Sort key of a step: forwards from the first stage, then backwards from the last; sent, then received."""
+    at = crossing.stage if not crossing.is_gradient else -crossing.stage
+    return crossing.is_gradient, at + 0.5 * (crossing.way == SENT), crossing.microbatch
+
+
+def _true(reference: Reference, crossing: Crossing) -> torch.Tensor | None:
+    if crossing.microbatch >= len(reference.layers):
+        return None
+    tensors = reference.layers[crossing.microbatch].get(crossing.after, [])
+    if len(tensors) <= crossing.is_gradient:
+        return None
+    true = tensors[crossing.is_gradient].chunk(crossing.parts)[crossing.part]
+    return true if true.shape == crossing.values.shape else None
 
 
 # --- the axes ---------------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.engine import initialize
 from megaaccum.lab.verification import borders
 from megaaccum.lab.verification import subject as subjects
-from megaaccum.lab.verification.borders import Crossing
 from megaaccum.lab.verification.case import Case
-from megaaccum.lab.verification.records import GRADIENT, MODEL, Observed, Piece, Step
+from megaaccum.lab.verification.records import GRADIENT, MODEL, Crossing, Observed, Piece, Step
 from megaaccum.model import names
 
 

@@ -8,12 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from megaaccum.lab.verification.borders import Crossing
-
 GRADIENT, MODEL = "gradient", "model"
 KINDS = (GRADIENT, "param", "exp_avg", "exp_avg_sq", "momentum_buffer", MODEL)
 """Kinds of tensors: the gradient as the optimizer reads it (reduced, divided, unscaled, clipped); master weights and
 Adam's moments and Muon's momenta after the step; the weights that the next forward reads."""
+SENT, RECEIVED = "sends", "receives"
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One tensor at a border, as a rank has it.
+
+    stage: that sends or receives it. way: SENT or RECEIVED. is_gradient: else an activation. after: the layer before
+    the border, in the whole model. microbatch: its number in the global batch. values: float64, of an activation
+    [sequence, batch, hidden] this rank's run of the sequence, number `part` of `parts`."""
+
+    stage: int
+    way: str
+    is_gradient: bool
+    after: str
+    microbatch: int
+    values: torch.Tensor
+    part: int
+    parts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,13 @@ def test_it_is_a_legal_key_and_its_name_is_taken():
         register("toy", two_then_two)
 
 
+@pytest.mark.parametrize("name", ["none", "auto"])
+def test_what_the_key_means_otherwise_is_taken(name):
+    """A schedule of that name was never run: `auto` took 1F1B."""
+    with pytest.raises(ScheduleError, match=f"there is a schedule '{name}' already"):
+        register(name, two_then_two)
+
+
 def test_the_command_line_compares_and_draws_it(tmp_path, capsys):
     picture = tmp_path / "toy.png"
     assert main(f"schedule --pp 2 -m 4 --schedule toy --compare 1f1b --png {picture}".split()) == 0

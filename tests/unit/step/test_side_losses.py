@@ -79,8 +79,9 @@ def test_a_step_says_by_how_much_its_coefficients_were_off(expected, times):
     batch = Microbatches(forward_step_func=lambda *_: None, data=[None] * 3, count=3, tokens=[4] * 3, expected=expected)  # type: ignore[arg-type, return-value]
     sides.begin_attempt(Divisor.at_commit(reduction_divisor=1), 1.0)
     sides.begin_flush(batch)
-    note = sides.note(6.0)
-    assert (times in note and "expected_tokens 2" in note) if times else note == ""
+    sides.compare(6.0, *sides.weighed)
+    assert (times in sides.note and "expected_tokens 2" in sides.note) if times else sides.note == ""
     sides.begin_attempt(Divisor.known(6.0, 3, reduction_divisor=1), 1.0)
     sides.begin_flush(batch)
-    assert sides.note(6.0) == ""
+    sides.compare(6.0, *sides.weighed)
+    assert sides.note == ""

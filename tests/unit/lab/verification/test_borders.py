@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaaccum.lab.verification.borders import RECEIVED, SENT, Crossing, first_wrong, of_layers
-from megaaccum.lab.verification.records import Observed, Reference
+from megaaccum.lab.verification.borders import of_layers
+from megaaccum.lab.verification.localise import first_wrong_border
+from megaaccum.lab.verification.records import RECEIVED, SENT, Crossing, Observed, Reference
 
 AFTER = ("layers.0", "layers.1")
 
@@ -33,7 +34,7 @@ def seen() -> list[Crossing]:
 
 
 def where(found: list[Crossing]) -> str:
-    return first_wrong([Observed(0, {}, [], crossings=found)], REFERENCE, 1e-6)
+    return first_wrong_border([Observed(0, {}, [], crossings=found)], REFERENCE, 1e-6)
 
 
 def test_right_borders_leave_the_inside_of_a_stage():
