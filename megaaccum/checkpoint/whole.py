@@ -162,8 +162,7 @@ def put(
     for piece, tensor, _ in held_pieces(backend, groups, only_weights=only_weights):
         name = piece.name if piece.kind == "param" else f"{piece.name}/{piece.kind}"
         waiting.setdefault(name, []).append((piece, tensor))
-    for name, buffer in buffers.items():
-        waiting[name] = [(_whole(name, buffer), buffer.view(-1))]
+    waiting |= {name: [(_whole(name, buffer), buffer.view(-1))] for name, buffer in buffers.items()}
     known = set().union(*distinct_values(sorted(waiting), groups.host))
     raise_on_all_ranks(_put, weights, waiting, known, groups.tp.size())
 

@@ -111,9 +111,8 @@ def _digest(text: str) -> int:
 def assert_same_on_ranks(what: str, value: str) -> None:
     """Raise RankDisagreement on every rank, with each rank's value, unless all ranks have the same `value`; collective
     over the world."""
-    if _compared(value)[0]:
-        return
-    raise RankDisagreement(describe(what, gathered(value))).printed_once()
+    if not _compared(value)[0]:
+        raise RankDisagreement(describe(what, gathered(value))).printed_once()
 
 
 def raise_on_all_ranks[**P, T](action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

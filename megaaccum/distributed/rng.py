@@ -27,8 +27,7 @@ def restore(states: dict[str, torch.Tensor]) -> None:
     if not states:
         return
     own = {name: state.clone() for name, state in states.items()}
-    cuda = own.pop("cuda", None)
-    if cuda is not None and cpu.has_accelerator():
+    if (cuda := own.pop("cuda", None)) is not None and cpu.has_accelerator():
         torch.cuda.set_rng_state(cuda)
     torch.set_rng_state(own.pop("cpu"))
     get_cuda_rng_tracker().set_states(own)

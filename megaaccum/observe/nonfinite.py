@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megaaccum.distributed.agreement import gathered
+from megaaccum.distributed.agreement import MOST_SHOWN, gathered
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import listed
 from megaaccum.model import names
@@ -164,10 +164,8 @@ class Findings:
         return [f for (dp_rank, microbatch), f in first.items() if microbatch in bad.get(dp_rank, [])]
 
     def __str__(self) -> str:
-        origins = self.origins()
-        if not origins:
-            return "every micro-batch is finite when it runs again: it did not come from the data or the weights"
-        return listed(origins, "; ")
+        nowhere = "every micro-batch is finite when it runs again: it did not come from the data or the weights"
+        return listed(self.origins(), "; ") or nowhere
 
 
 def _kinds(tensor: torch.Tensor) -> str:
@@ -214,6 +212,10 @@ class ZeroNonFinite:
 
 
 def describe(zero: ZeroNonFinite) -> str:
-    """A text that lists the replaced elements of all ranks, the same on each; collective over the world."""
-    everyone = gathered(zero.names())
-    return listed(f"{n} of {name} on rank {r}" for r, names in enumerate(everyone) for name, n in names.items())
+    """A text that lists the replaced elements of all ranks, the same on each; collective over the world. A rank sends
+    what may be shown: every rank has a place for the longest list of any, on a GPU in its memory."""
+    mine = [f"{count} of {name} on rank {dist.get_rank()}" for name, count in zero.names().items()]
+    everyone = gathered((mine[:MOST_SHOWN], len(mine)))
+    shown = [text for texts, _ in everyone for text in texts][:MOST_SHOWN]
+    more = sum(count for _, count in everyone) - len(shown)
+    return listed([*shown, *[f"and {more} more"] * bool(more)], most=MOST_SHOWN + 1)

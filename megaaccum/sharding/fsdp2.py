@@ -91,6 +91,7 @@ class Fsdp2Backend(ShardingBackend):
         self._names = {id(param): name for name, param in self._parameters}
         for chunk in chunks:
             fsdp2.before_reduce(chunk, self._show_held)
+            fsdp2.forget_forwards_alone(chunk)
             if self.sums.in_one_order:
                 fsdp2.complete_before_reduction(chunk, self._rest_of)
         # Ranks of experts wait for each other's tokens in the last backward. One that waited there for a layer that

@@ -84,32 +84,32 @@ class Zero12InOneOrder(_InOneOrder, zero12.Zero12):
         super().__init__(engine, names.DTYPES[sharding.grad_accum_dtype], bucket=sharding.reduce_bucket_size)
         self._plan, self._groups, self._sums = plan, groups, sums
 
-    def _cut(self, param: torch.nn.Parameter) -> list[list[torch.Tensor]]:
-        """Each rank's part of each of this one's partial sums of the gradient."""
-        assert param.grad is not None
-        sums = [param.grad, *self._sums.pop_others(param)]
-        flats = [(torch.zeros_like(param.grad) if each is None else each).view(-1) for each in sums]
-        return [[flat[start:stop] for flat in flats] for start, stop in self.cuts(param)]
+    def _cut(self, param: torch.nn.Parameter) -> list[tuple[int, int, torch.Tensor]]:
+        """(rank, number of the sum, part): what each rank owns of this one's partial sums of the gradient, which are
+        let go of."""
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        sums = [grad, *self._sums.pop_others(param)]
+        flats = [(torch.zeros_like(grad) if each is None else each).view(-1) for each in sums]
+        return [(rank, n, flat[start:stop]) for rank, start, stop in self.cuts(param) for n, flat in enumerate(flats)]
 
     def _send(self, params: list[torch.nn.Parameter]) -> None:
         """Make one all-to-all that sends each rank that holds the parameters its part of their gradients."""
         group = names.dp_group(params[0], self._groups)
         order = order_of(self._plan, group)
         assert order is not None
-        cut = zip(*map(self._cut, params), strict=True)  # of each rank, each parameter's sums
-        parts = [torch.cat([each for sums in zip(*of_rank, strict=True) for each in sums]) for of_rank in cut]
         counts, rank = order.counts, group.rank()
-        mine = parts[rank].numel() // counts[rank]
-        theirs = parts[0].new_empty(sum(counts) * mine)
-        taken, sent = [count * mine for count in counts], [part.numel() for part in parts]
-        for param in params:
-            param.grad = None
-        dist.all_to_all_single(theirs, torch.cat(parts), taken, sent, group=group)
+        cut = sorted((each for param in params for each in self._cut(param)), key=lambda each: each[:2])
+        sent = [0] * group.size()
+        for owner, _, part in cut:
+            sent[owner] += part.numel()
+        flat, mine = torch.cat([part for *_, part in cut]), sent[rank] // counts[rank]
+        theirs = flat.new_empty(sum(counts) * mine)
+        dist.all_to_all_single(theirs, flat, [count * mine for count in counts], sent, group=group)
         if mine:
             total = order.add(theirs.view(-1, mine), theirs.dtype)
             places = [self.gradient_partition(param) for param in params]
-            for place, part in zip(places, total.split([place.numel() for place in places]), strict=True):
-                place.copy_(part)
+            torch._foreach_copy_(places, total.split([place.numel() for place in places]))
 
 
 class ReduceScatter:

@@ -9,8 +9,8 @@ import torch
 
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
-from megaaccum.distributed.agreement import any_rank, describe
-from megaaccum.errors import RankDisagreement, StepError
+from megaaccum.distributed.agreement import MOST_SHOWN, any_rank, describe
+from megaaccum.errors import RankDisagreement, StepError, listed
 
 Microbatch = dict[str, torch.Tensor]
 """A micro-batch of `megaaccum train`: tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of
@@ -33,13 +33,13 @@ def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, poli
     """
     if all(count == wanted for count in counts):
         return ""
-    told = describe("num_microbatches", list(counts))
-    for dp_rank in set(dp_ranks):
-        if len({count for count, owner in zip(counts, dp_ranks, strict=True) if owner == dp_rank}) > 1:
+    told, of_dp_rank = describe("num_microbatches", list(counts)), dict(zip(dp_ranks, counts, strict=True))
+    for dp_rank, count in zip(dp_ranks, counts, strict=True):
+        if of_dp_rank[dp_rank] != count:
             raise RankDisagreement(f"step {step}: {told}, and those of data-parallel rank {dp_rank} have to agree.")
     if any(count > wanted for count in counts):
         raise RankDisagreement(f"step {step}: {told}, but {wanted} are planned.")
-    short = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts) if count < wanted)
+    short = listed((f"rank {rank} has {n}" for rank, n in enumerate(counts) if n < wanted), most=MOST_SHOWN)
     if policy == "error":
         raise StepError(
             f"step {step} needs {wanted} micro-batches on every rank, but {short}: set short_batch to pad or drop, or"

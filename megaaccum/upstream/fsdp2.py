@@ -142,13 +142,12 @@ class UnitTurns:
     def __init__(self, root: Any, *, at_end: bool | None, reduces: bool):
         self.at_end, self.skips = at_end, False
         """`skips`: whether a backward has left out a unit."""
-        self._root, self._all, self._comm = root, units(root), root._get_fsdp_state()._comm_ctx
+        self._root, self._all = root, units(root)
         self._units = [unit for unit in self._all if reduces and _trained_in(unit)]
         self._post_backward = {id(unit): unit.post_backward for unit in self._units}
         self._left: list[Any] = []
         root.set_modules_to_forward_prefetch(modules(root)[1:])
         root._set_unshard_async_op(True)  # otherwise a stream of its own keeps memory for all that is under way
-        root.register_forward_pre_hook(self._begin_forward)
         root.register_forward_hook(self._end_forward, always_call=True)
         for unit in self._all:  # it would gather again what is reduced, on the ranks that ran it
             unit._backward_prefetch = partial(self._without_prefetch, unit)
@@ -170,14 +169,9 @@ class UnitTurns:
                 module.unshard()
             _end_backward(self._root)
 
-    def _begin_forward(self, *_: Any) -> None:
-        self._first = len(self._comm.post_forward_order)
-
     def _end_forward(self, *_: Any) -> None:
         for unit in self._all:
             unit.wait_for_unshard()  # of one that did not run
-            if not torch.is_grad_enabled():  # no backwards of this forward are to come
-                unit._post_forward_indices[:] = [at for at in unit._post_forward_indices if at < self._first]
 
     @staticmethod
     def _without_prefetch(unit: Any) -> None:
@@ -409,6 +403,22 @@ def _before_reductions(root: Any, call: Callable[[Any], None]) -> None:
 
     for unit in units(root):
         unit.post_backward = partial(reduce, unit, unit.post_backward)
+
+
+def forget_forwards_alone(root: Any) -> None:
+    """Have a fully sharded chunk forget a forward without a graph when it ends. FSDP2 notes the units that each forward
+    has run, for its backward, at whose end it forgets all: a model that is only evaluated would note them for ever."""
+    comm, begun = root._get_fsdp_state()._comm_ctx, list[int]()
+
+    def end(*_: Any) -> None:
+        first = begun.pop()
+        if not torch.is_grad_enabled():
+            del comm.post_forward_order[first:]
+            for unit in units(root):
+                unit._post_forward_indices[:] = [at for at in unit._post_forward_indices if at < first]
+
+    root.register_forward_pre_hook(lambda *_: begun.append(len(comm.post_forward_order)))
+    root.register_forward_hook(end)
 
 
 def watch(roots: Iterable[Any], note: Callable[[str, int], None]) -> None:

@@ -112,16 +112,13 @@ class Zero12(ZeroDriver):
 
     # --- partitions that are filled by hand, in place of DeepSpeed's own reduction ---
 
-    def cuts(self, param: torch.nn.Parameter) -> list[tuple[int, int]]:
-        """[start, stop) of the part of the flattened parameter that each data-parallel rank owns."""
+    def cuts(self, param: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): the parts of the flattened parameter that data-parallel ranks own."""
         group, key = self._group_of[id(param)], self.optimizer.get_param_id(param)
-        # A rank that owns none of it has no offsets: its range is empty, at the parameter's end.
-        found, width = [], self.optimizer.partition_size[group]
-        for rank, starts in self.optimizer.grad_start_offset[group].items():
-            start = int(starts.get(key, param.numel()))
-            position = int(self.optimizer.grad_partition_insertion_offset[group][rank].get(key, width))
-            found.append((start, min(param.numel(), start + width - position)))
-        return found
+        for rank in self.optimizer.param_to_partition_ids[group][key]:
+            start = int(self.optimizer.grad_start_offset[group][rank][key])
+            position = int(self.optimizer.grad_partition_insertion_offset[group][rank][key])
+            yield rank, start, min(param.numel(), start + self.optimizer.partition_size[group] - position)
 
     def begin_partitions(self) -> None:
         """Make this rank's partitions of the gradients, as zeros."""
@@ -132,19 +129,18 @@ class Zero12(ZeroDriver):
         """This rank's part of the parameter in the partitions of the gradients, flat; empty if it owns none."""
         group, key = self._group_of[id(param)], self.optimizer.get_param_id(param)
         rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
-        start, stop = self.cuts(param)[rank]
+        length = sum(stop - start for owner, start, stop in self.cuts(param) if owner == rank)
         position = self.optimizer.grad_partition_insertion_offset[group][rank].get(key, 0)
-        return self._partitions[group].narrow(0, int(position), stop - start)
+        return self._partitions[group].narrow(0, int(position), length)
 
     def give_partitions(self) -> None:
         """Give the optimizer the partitions as this step's gradient: a piece per parameter, with padding between."""
         for group, flat in enumerate(self._partitions):
             pieces: list[torch.Tensor] = []
             end = 0
-            for param in self.optimizer.params_in_partition[group]:
-                piece = self.gradient_partition(param)
-                pieces += [_padding(flat[end : piece.storage_offset()]), piece]
-                end = int(piece.storage_offset()) + piece.numel()
+            for *_, position, count in self._owned(group):
+                pieces += [_padding(flat[end:position]), flat.narrow(0, position, count)]
+                end = position + count
             self.optimizer.averaged_gradients[group] = [*pieces, _padding(flat[end:])]
             self.optimizer.all_grad_tensors[group] = None
 

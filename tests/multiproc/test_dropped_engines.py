@@ -9,6 +9,7 @@ import pytest
 
 from megaaccum.errors import StepError
 from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.upstream import fsdp2
 from tests.multiproc.test_two_engines import rig_of
 from tests.support.parity import SYNC_MODES, Case
 
@@ -74,3 +75,23 @@ def test_an_engine_that_is_built_again_makes_no_groups_of_replicas():
     """Each would be a communicator, which stays until the process ends."""
     case = Case(4, "--backend fsdp2 --data_parallel_replicas 2 --pp_microbatches 4 ", "--num_layers 2 ")
     assert all(run_ranks(has_the_mesh_of_its_groups, 4, case))
+
+
+def noted_forwards(cases: list[Case]) -> list[int]:
+    """How many forwards of its units FSDP2 keeps for backwards after evaluations, in each case."""
+    counts = []
+    for case in cases:
+        rig = rig_of(case)
+        states = [chunk._get_fsdp_state() for chunk in rig.chunks]
+        for _ in range(3):
+            rig.engine.evaluate(rig.microbatches())
+        units = [unit for chunk in rig.chunks for unit in fsdp2.units(chunk)]
+        noted = [*(state._comm_ctx.post_forward_order for state in states), *(u._post_forward_indices for u in units)]
+        counts.append(sum(map(len, noted)))
+    return counts
+
+
+def test_a_model_that_is_only_evaluated_keeps_no_record_of_its_forwards():
+    """FSDP2 notes the forward of each layer and micro-batch for a backward: a reference model held ever more."""
+    flags = [f"--backend fsdp2 --sync {sync} --pp_microbatches 4 " for sync in ("resident", "streaming")]
+    assert run_ranks(noted_forwards, 2, [Case(2, each, "--num_layers 2 ") for each in flags]) == [[0, 0]] * 2

@@ -213,18 +213,16 @@ def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
 
 def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: Path) -> None:
     """Make tokens of a file's conversations into `folder`, which appears complete."""
-    ids: list[np.ndarray] = []
-    counts: list[np.ndarray] = []
-    for each, counting in _encoded(path, tokenizer, only_responses):
-        ids.append(np.array(each, dtype=np.int32))
-        counts.append(np.array(counting, dtype=bool))
-    if not ids:
+    encoded = _encoded(path, tokenizer, only_responses)
+    chats = [(np.array(ids, dtype=np.int32), np.array(counting, dtype=bool)) for ids, counting in encoded]
+    if not chats:
         raise DataError(f"{path} has no line: a conversation a line, as messages or prompt and completion")
-    starts = np.concatenate([[0], np.cumsum([len(each) for each in ids])])
+    tokens, counts = map(np.concatenate, zip(*chats, strict=True))
+    starts = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in chats])])
     with staging_folder(folder) as staging, disk_errors("cannot write conversations to", folder):
         staged = staging / "chats"
         staged.mkdir()
-        for name, array in zip(_ARRAYS, (np.concatenate(ids), np.concatenate(counts), starts), strict=True):
+        for name, array in zip(_ARRAYS, (tokens, counts, starts), strict=True):
             np.save(staged / f"{name}.npy", array)
         staged.rename(folder)
 

@@ -331,12 +331,8 @@ def _require_end_of_document(request: _Request) -> None:
 
 def _cache_key(request: _Request) -> str:
     """Changes with everything that the order of samples depends on, the files' sizes and times included."""
-    files = []
-    for prefix in request.pairs:
-        for suffix in (".idx", ".bin"):
-            path = with_suffix(Path(prefix), suffix)
-            status = path.stat()
-            files.append((str(path), status.st_size, status.st_mtime_ns))
+    paths = [with_suffix(Path(prefix), suffix) for prefix in request.pairs for suffix in (".idx", ".bin")]
+    files = [(str(path), status.st_size, status.st_mtime_ns) for path in paths for status in [path.stat()]]
     facts = [request.facts(), request.valid_samples, files, version("megatron-core"), version("numpy")]
     facts += ["fim"] if request.plan.config.data.fim_data else []  # Megatron's files have the name of the class in them
     return digest_of(facts)

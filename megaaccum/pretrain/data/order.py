@@ -104,10 +104,8 @@ class Order:
     def after(self, state: dict[str, Any], consumed: int, needed: int, *, same_data: bool) -> Order:
         """The order of a run that continues after `consumed` samples up to sample `needed`, if a checkpoint recorded
         `state`."""
-        if same_data:
-            spans = [Span(**span) for span in state["spans"]]
-        else:
-            spans = [Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))]
+        other = Span(consumed, max(needed - consumed, 1), dict(state.get("used", {})))
+        spans = [Span(**span) for span in state["spans"]] if same_data else [other]
         order, stop = Order(spans, self._corpora, self._build_own), spans[-1].stop
         if needed <= stop:
             return order
@@ -119,6 +117,7 @@ class _Own:
 
     def __init__(self, corpora: list[Corpus], dataset: Any):
         self._corpora, self._dataset = corpora, dataset
+        self._drawn = _Drawn(getattr(dataset, "dataset_index", None), len(corpora))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -130,7 +129,7 @@ class _Own:
         """Samples of each corpus among the first `count`. Of one that is shuffled over several passes at once, those
         of whole passes."""
         datasets = getattr(self._dataset, "datasets", [self._dataset])
-        drawn = _drawn(self._dataset.dataset_index, count, len(datasets)) if len(datasets) > 1 else [count]
+        drawn = self._drawn.among(count) if len(datasets) > 1 else [count]
         once = [len(each.document_index) == len(each.indices) for each in datasets]
         return [
             number if one_pass else -(-number // corpus.num_samples) * corpus.num_samples
@@ -153,6 +152,7 @@ class _Blend:
         helpers.build_blending_indices(
             self._corpus, self._number, weights / weights.sum(), len(corpora), span.count, False
         )
+        self._drawn = _Drawn(self._corpus, len(corpora))
 
     def __len__(self) -> int:
         return len(self._corpus)
@@ -163,8 +163,7 @@ class _Blend:
 
     def used(self, count: int) -> list[int]:
         """Samples of each corpus before the first `count` are over."""
-        drawn = _drawn(self._corpus, count, len(self._corpora))
-        return [before + number for before, number in zip(self._before, drawn, strict=True)]
+        return [before + number for before, number in zip(self._before, self._drawn.among(count), strict=True)]
 
 
 def _names(corpora: list[Corpus]) -> list[str]:
@@ -173,5 +172,23 @@ def _names(corpora: list[Corpus]) -> list[str]:
     return [f"{each}:{n}" if (n := digests[:at].count(each)) else each for at, each in enumerate(digests)]
 
 
-def _drawn(which: Any, count: int, num_corpora: int) -> list[int]:
-    return [int(number) for number in np.bincount(np.asarray(which[:count]), minlength=num_corpora)]
+class _Drawn:
+    """Counts the samples of each corpus among the first of an order, where each checkpoint asks for more. which: the
+    corpus of each sample. Of all samples at once numpy would make a copy, four times as large."""
+
+    def __init__(self, which: Any, num_corpora: int):
+        self._which, self._stop, self._counts = which, 0, np.zeros(num_corpora, dtype=np.int64)
+
+    def among(self, stop: int) -> list[int]:
+        """The samples of each corpus among the first `stop`."""
+        if stop < self._stop:
+            self._stop, self._counts = 0, np.zeros_like(self._counts)
+        for start in range(self._stop, stop, _AT_ONCE):
+            part = self._which[start : min(stop, start + _AT_ONCE)]
+            self._counts += np.bincount(part, minlength=len(self._counts))
+        self._stop = stop
+        return [int(number) for number in self._counts]
+
+
+_AT_ONCE = 1 << 20
+"""Samples that are counted at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +52,7 @@ def pack(
                 " max_tokens or num_microbatches"
             )
         count += 1
-    masks = loss_masks or [torch.ones(len(sequence)) for sequence in sequences]
+    masks = loss_masks or [torch.ones(()).expand(len(sequence)) for sequence in sequences]
     mine = [[(sequences[index], masks[index]) for index in sorted(each)] for each in bins[dp_rank::dp_size]]
     blank = min(sequences, key=len)
     return [_joined(documents or [(blank, torch.zeros(len(blank)))]) for documents in mine]
@@ -60,13 +61,13 @@ def pack(
 def _placed(sequences: Sequence[torch.Tensor], count: int, max_tokens: int) -> list[list[int]] | None:
     """The documents of each of `count` micro-batches; None if one would be too long."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
+    heap = [(0, number) for number in range(count)]  # tokens of each; of equal ones the first is taken
     for index in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
-        lightest = tokens.index(min(tokens))
-        bins[lightest].append(index)
-        tokens[lightest] += len(sequences[index])
-        if tokens[lightest] > max_tokens:
+        tokens, lightest = heap[0]
+        if (tokens := tokens + len(sequences[index])) > max_tokens:
             return None
+        bins[lightest].append(index)
+        heapq.heapreplace(heap, (tokens, lightest))
     return bins
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaaccum.config.rules.data import shares_of
 from megaaccum.errors import DataError
@@ -37,13 +37,10 @@ def split_ranges(sources: Sources, pairs: dict[str, IndexedPair]) -> tuple[list[
     """
     if sources.split is None:
         return _whole(sources.train, pairs), _whole(sources.valid, pairs) if sources.valid else []
-    train, valid = [], []
-    for prefix in sources.train.prefixes:
-        pair = pairs[prefix]
-        first, end = (round(bound * pair.num_sequences) for bound in split_ends(sources.split))
-        train.append(Range(pair=pair, first=0, end=first))
-        valid.append(Range(pair=pair, first=first, end=end))
-    return train, valid
+    whole, bounds = _whole(sources.train, pairs), split_ends(sources.split)
+    first, last = ([round(bound * each.end) for each in whole] for bound in bounds)
+    train = [replace(each, end=end) for each, end in zip(whole, first, strict=True)]
+    return train, [replace(each, first=start, end=end) for each, start, end in zip(whole, first, last, strict=True)]
 
 
 def split_ends(split: str) -> tuple[float, float]:
@@ -71,8 +68,7 @@ def check_ranges(name: str, ranges: list[Range], split: str | None, seq_length: 
         DataError: one does not; with the numbers, and the nearest split or seq_length under which it would.
     """
     for part in ranges:
-        tokens = part.num_tokens
-        if tokens <= seq_length:
+        if (tokens := part.num_tokens) <= seq_length:
             check_tables(part.pair)  # the count is read from the .idx: a damaged one is the better thing to report
             raise DataError(
                 f"{name} has no sample in dataset {part.pair.prefix}: it has {part.end - part.first:,} of "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megaaccum.pretrain.data import order
@@ -146,3 +149,26 @@ def test_made_up_samples_go_on_too(tmp_path, monkeypatch):
     tokens = [more.train[index]["tokens"].tolist() for index in range(100)]
     assert tokens == [long.train[index]["tokens"].tolist() for index in range(100)]
     assert {*parts} == {"train"}
+
+
+def test_a_checkpoint_counts_what_the_one_before_has_not_counted():
+    """A blend of billions of samples was copied, eight bytes wide, and counted as a whole on every rank at each one."""
+    which = np.random.default_rng(0).integers(0, 3, 4_000_000).astype(np.int16)
+    read: list[int] = []
+
+    class Index:
+        def __getitem__(self, part: slice) -> np.ndarray:
+            read.append(len(which[part]))
+            return which[part]
+
+    blend = SimpleNamespace(dataset_index=Index(), datasets=[SimpleNamespace(document_index=(), indices=())] * 3)
+    parts = [order.Corpus(name, 1.0, lambda number: []) for name in "abc"]  # type: ignore[arg-type, return-value]
+    whole = order.Order([order.Span(0, len(which))], parts, lambda count: blend)  # type: ignore[arg-type, return-value]
+    tracemalloc.start()
+    for stop, counted in ((3_000_000, 3_000_000), (3_000_500, 500), (100, 100), (4_000_000, 3_999_900)):
+        read.clear()
+        found, (_, peak) = whole.used(stop), tracemalloc.get_traced_memory()
+        assert peak < 12e6 and sum(read) == counted
+        assert list(found.values()) == np.bincount(which[:stop]).tolist()
+        tracemalloc.reset_peak()
+    tracemalloc.stop()

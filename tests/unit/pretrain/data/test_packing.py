@@ -1,0 +1,39 @@
+"""Placement of documents in micro-batches: of tens of thousands of a step's documents as of few."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from megaaccum.errors import DataError
+from megaaccum.pretrain.data import packing
+
+
+def lengths_in(batches: list[packing.Packed]) -> list[int]:
+    return [int(length) for batch in batches for length in batch["lengths"]]
+
+
+def of_lengths(lengths: list[int]) -> list:
+    return [torch.arange(length) for length in lengths]
+
+
+def test_each_document_goes_where_the_fewest_tokens_are():
+    documents = of_lengths([3, 9, 4, 8, 4, 4])
+    first, second = (packing.pack(documents, 16, dp_rank=rank, dp_size=2) for rank in range(2))
+    assert [lengths_in(first), lengths_in(second)] == [[3, 9, 4], [4, 8, 4]]
+    with pytest.raises(DataError, match="32 tokens do not fit into 1 micro-batches of 15 on 2 ranks"):
+        packing.pack(documents, 15, dp_size=2, num_microbatches=1)
+
+
+def test_a_step_of_many_documents_is_placed_at_once():
+    """Looking for the lightest of all micro-batches took ten seconds of every step, on every rank."""
+    drawn, token = random.Random(0), torch.zeros((), dtype=torch.int64)
+    documents = [token.expand(drawn.randint(2, 1600)) for _ in range(60_000)]
+    began = time.process_time()
+    batches = packing.pack(documents, 8192, dp_size=1024, dp_rank=7)
+    assert time.process_time() - began < 4.0
+    tokens = [sum(lengths_in([batch])) for batch in batches]
+    assert max(tokens) - min(tokens) < 200 and len(tokens) * 1024 * 8192 >= sum(map(len, documents))
