@@ -27,13 +27,14 @@ from megaaccum.distributed.groups import Groups
 from megaaccum.errors import FlushError
 from megaaccum.executor import blocks
 from megaaccum.model.attention import prepare_latent_attention
-from megaaccum.model.torch_chunk import layers_of
 from megaaccum.optim.owners import COSTS
 from megaaccum.sharding.base import GradShard, ShardingBackend, fill_hooks
 from megaaccum.sharding.ownership import MatrixUpdates
 from megaaccum.upstream import pytorch
 
 __all__ = ["DRIVEN", "GradShard", "ShardingBackend", "build", "fill_hooks"]
+
+_END = "the end"
 
 DRIVEN: WeakSet[torch.nn.Module] = WeakSet()
 """Modules with parameters that a backend drives: its hooks and partitions stay on them."""
@@ -59,8 +60,8 @@ def build(
     if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
-    if sharding.sync == "streaming":
-        backend.observers = [_EveryLayer(chunks)]
+    if streamed := backend.streamed_modules():
+        backend.observers = [_EveryModule(chunks, streamed)]
     DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
     optimizer.register_step_pre_hook(lambda *_: backend.memory.measure(backend.tensors))
     return backend
@@ -78,35 +79,35 @@ def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
     return kind
 
 
-class _EveryLayer:
-    """Raises FlushError in a forward step that runs other layers than the first did, or in another order, before it
-    gathers one, and at the end of one that calls no part of its chunk. Layers are gathered and reduced one by one, in
-    collectives that would mix up those of ranks which run others, or wait for this rank's until their timeout."""
+class _EveryModule:
+    """Raises FlushError in a forward step that runs other modules of `streamed` than the first did, or in another
+    order, before it gathers one, and at the end of one that calls no part of its chunk. They are gathered and reduced
+    one by one, in collectives that would mix up those of ranks which run others, or wait for this rank's until their
+    timeout."""
 
-    def __init__(self, chunks: list[torch.nn.Module]):
-        self._first: dict[tuple[int, bool], list[int | None]] = {}
-        """Layers that the first forward ran, and None for its end, by chunk, and whether it was to have a backward."""
-        self._called, self._ran = False, list[int | None]([None])
-        # A forward step may call the children or layers of a module of one's own one by one.
-        for module in {each for chunk in chunks for path, each in chunk.named_modules() if path.count(".") < 3}:
-            module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
-        for number, layer in (each for chunk in chunks for each in enumerate(layers_of(chunk))):
-            layer.register_forward_pre_hook(lambda *_, number=number: self._run(number), prepend=True)
+    def __init__(self, chunks: list[torch.nn.Module], streamed: list[torch.nn.Module]):
+        self._first: dict[tuple[int, bool], list[str]] = {}
+        """Modules that the first forward ran, and its end, by chunk, and whether it was to have a backward."""
+        self._called, self._ran = False, [_END]
+        for path, module in (each for chunk in chunks for each in chunk.named_modules()):
+            if any(module is each for each in streamed):
+                module.register_forward_pre_hook(lambda *_, path=path: self._run(path), prepend=True)
+            if path.count(".") < 3:  # a forward step may call children or layers of a module of one's own one by one
+                module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         self._called, self._ran, self._kind = False, [], (chunk, torch.is_grad_enabled())
 
-    def _run(self, number: int | None) -> None:
-        if pytorch.in_backward() or self._ran[-1:] == [None]:  # a layer of its own, after a forward
+    def _run(self, module: str) -> None:
+        if pytorch.in_backward() or self._ran[-1:] == [_END]:  # one alone, after a forward
             return
-        self._ran.append(number)
+        self._ran.append(module)
         then = self._first.get(self._kind, self._ran)[len(self._ran) - 1]
-        if number != then:
-            here, there = ("none" if each is None else each for each in (number, then))
+        if module != then:
             raise FlushError(
-                f"sync streaming: micro-batches run other layers of this chunk ({here} in place of {there}, from 0), so"
-                " that ranks would mix up their parameters: let every micro-batch run every layer, as often and in one"
-                " order (times 0, if it is not to count), or set sync to resident"
+                f"sync streaming: micro-batches run other layers of this chunk ({module} in place of {then}), so that"
+                " ranks would mix up their parameters: let every micro-batch run every layer, as often and in one order"
+                " (times 0, if it is not to count), or set sync to resident"
             )
 
     def end_forward(self, chunk: int, microbatch: int, output: object) -> None:
@@ -115,5 +116,5 @@ class _EveryLayer:
                 f"sync streaming: the forward step of micro-batch {microbatch} does not call the model, and other ranks"
                 " would wait for its layers: call it (times 0, if it is not to count), or set sync to resident"
             )
-        self._run(None)
+        self._run(_END)
         self._first.setdefault(self._kind, self._ran)

@@ -169,6 +169,10 @@ class ShardingBackend(ABC):
     def gather_ahead(self) -> None:  # noqa: B027
         """Start the collective that the next `gather` waits for, if the backend has one."""
 
+    def streamed_modules(self) -> list[torch.nn.Module]:
+        """Modules that are gathered in each of their forwards, and reduced in each backward (`sync: streaming`)."""
+        return []
+
     def whole(self) -> AbstractContextManager[None]:
         """Context in which, between flushes, the chunks' parameters are whole plain tensors, for code that reads or
         writes a model through its modules. Writes take effect when they are copied into `state` and adopted."""

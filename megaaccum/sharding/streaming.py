@@ -142,6 +142,9 @@ class StreamingBackend(DeepSpeedBackend):
 
     gather_ahead = gather
 
+    def streamed_modules(self) -> list[torch.nn.Module]:
+        return [unit.module for unit in self.units]
+
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = super().own_tensors()
         partial_sums = [tensor for tree in self._trees.values() for tensor in tree.tensors()]
