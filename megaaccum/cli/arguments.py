@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from megaaccum.config import Config
+from megaaccum.config.batch import DEEPSPEED_SIZES
 from megaaccum.config.source import check_number
 from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.pretrain.interop.load import read
@@ -152,8 +153,7 @@ def fewest_ranks(config: Config) -> int:
 
 def ranks_told(config: Config) -> int:
     """Data-parallel ranks that the DeepSpeed block's three batch sizes multiply out to; 1 if they do not tell."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, steps = (config.deepspeed.get(name) for name in names)
+    whole, micro, steps = (config.deepspeed.get(name) for name in DEEPSPEED_SIZES)
     if not (isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int)) or micro * steps < 1:
         return 1
     ranks, rest = divmod(whole, micro * steps)

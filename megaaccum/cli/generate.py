@@ -36,10 +36,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def utf_8(word: str) -> str:
+    """A word of the command line. Raises ValueError, which argparse tells with the option's name, for other bytes."""
+    return word.encode().decode()
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = command_parser("generate", __doc__, _USAGE)
     parser.add_argument("source", type=Path, metavar="RUN|DIR", help="output_dir of a run, or a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given again")
+    parser.add_argument("--prompt", action="append", type=utf_8, required=True, metavar="TEXT", help="may be repeated")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, by the chat template")
     parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="at most (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) takes the likeliest token")

@@ -185,21 +185,16 @@ def _fastest_first(
 
 
 def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: float | None) -> Row:
-    chunks = args.vpp if name == "interleaved" else None
-    group_size = args.group_size if name == "interleaved" else None
+    chunks, group_size = (args.vpp, args.group_size) if name == "interleaved" else (None, None)
     schedule = build(name, pp=args.pp, num_microbatches=args.microbatches, chunks=chunks, group_size=group_size)
     if profile is None:
         costs = Costs.per_rank(*args.cost, chunks=schedule.chunks, p2p=args.p2p)
         return _priced(schedule, costs, Memory.counted(schedule.num_stages, chunks=schedule.chunks), limit)
-    cut = _cut(schedule, profile, args, limit)
+    cut = even_cut(profile, schedule.num_stages)
+    if args.cut:
+        cut = tune_cut(profile, schedule, limit=limit, p2p=args.p2p).cut
     row = _priced(schedule, profile.costs(cut, p2p=args.p2p), profile.memory(cut, chunks=schedule.chunks), limit)
     return replace(row, cut=cut)
-
-
-def _cut(schedule: Schedule, profile: Profile, args: argparse.Namespace, limit: float | None) -> Cut:
-    if not args.cut:
-        return even_cut(profile, schedule.num_stages)
-    return tune_cut(profile, schedule, limit=limit, p2p=args.p2p).cut
 
 
 def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Row:

@@ -12,7 +12,8 @@ from pathlib import Path
 import yaml
 from rich.table import Table
 
-from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, fewest_ranks, names_in, read_source
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, names_in, read_source
+from megaaccum.cli.train import ranks_here
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, report
@@ -108,7 +109,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
 def _world_size(args: argparse.Namespace, config: Config) -> int:
     if args.hostfile is not None:
         return sum(read_hostfile(args.hostfile).values())
-    return args.gpus or config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
+    return args.gpus or ranks_here(config)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

@@ -23,7 +23,7 @@ from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
 from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source
 from megaaccum.config.load import given
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.verification.shrink import Shrunk
 from megaaccum.pretrain.launch import local
 
@@ -133,12 +133,9 @@ def _case(config: configuration.Config, recorded: int | None, args: argparse.Nam
 
 
 def _world_size(config: configuration.Config) -> int:
-    """Twice the fewest ranks that the layout allows if the batch can be cut for them, else the fewest."""
+    """The ranks that the file was made for; else twice the fewest that the layout allows if the batch can be cut for
+    them, else the fewest."""
     fewest = fewest_ranks(config)
-    for world_size in (2 * fewest, fewest):
-        try:
-            configuration.resolve(config, world_size=world_size)
-        except ConfigError:
-            continue
-        return world_size
-    return fewest  # its errors are the ones to show
+    if config.run.world_size is not None:
+        return fewest
+    return fewest if problems_of(configuration.resolve, config, world_size=2 * fewest) else 2 * fewest

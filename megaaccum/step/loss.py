@@ -70,9 +70,7 @@ class Divisor:
 
     def at_end(self, total: float) -> float:
         """The factor that the reduced gradient still lacks, where the step's weights add up to `total`."""
-        if self.total is not None:
-            return 1.0
-        return self.reduction_divisor / (self.in_loss * (total or 1))
+        return 1.0 if self.total is not None else self.reduction_divisor / (self.in_loss * (total or 1))
 
 
 Spread = Callable[[torch.Tensor], torch.Tensor]

@@ -25,6 +25,7 @@ from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import receipts
+from tests.support.configs import SMALL
 
 LLAMA = str(Path(__file__).parents[3] / "configs" / "llama3_8b.yaml")
 PLAN = ["plan", LLAMA, "--gpus", "64", "--gpu", "h100", "--max-cp", "1"]
@@ -98,6 +99,21 @@ def test_what_plan_writes_check_accepts_and_plan_reads(capsys: pytest.CaptureFix
     assert "world_size 64 (world_size)" in text
     _, text, _ = run(capsys, "plan", str(out), "--json", "--top", "1")
     assert json.loads(text)["gpus"] == 64
+
+
+def test_sizes_of_a_deepspeed_json_do_not_hold_the_planned_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--write` refused a row with another micro-batch, as the block disagreed with it."""
+    path, out = tmp_path / "run.json", str(tmp_path / "out.yaml")
+    block = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 7}
+    keys = SMALL | {"pp_microbatches": None, "bf16": True, "vocab_size": 256, "mock_data": True}
+    path.write_text(json.dumps(keys | {"deepspeed": block}))
+    code, _, err = run(capsys, "plan", str(path), "--gpus", "4", "--fix", "mbs=2", "--write", out)
+    assert code == 0, err
+    config = load(out)
+    assert resolve(config, world_size=4).batch.micro_batch_size == 2
+    assert config.deepspeed == {"steps_per_print": 7}
 
 
 def test_a_file_whose_batch_follows_from_its_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
