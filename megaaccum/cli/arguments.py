@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megaaccum.config import Config
 from megaaccum.config.batch import DEEPSPEED_SIZES
-from megaaccum.config.source import check_number
+from megaaccum.config.keys import value
+from megaaccum.config.source import COMMAND_LINE, check_number
 from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.pretrain.interop.load import read
 
@@ -137,6 +139,19 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", choices=RANKINGS, default="default", help="what comes first")
     fix = "hold axes, such as tp=8,recompute=none"
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=VALUE,...", help=fix)
+
+
+def held_axes(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The axes that --fix holds. Raises ConfigError for others than there are, and for a key of the command line that a
+    plan would set aside: without a global batch its batch follows from these keys."""
+    from megaaccum.lab.planner.layout_config import KEYS
+    from megaaccum.lab.planner.why_not import parse_axes
+
+    chosen = KEYS | {"recompute": "recompute_granularity"} if config.batch.global_batch_size else {}
+    given = [(axis, name) for axis, name in chosen.items() if config.origin.get(name) == COMMAND_LINE]
+    text = "{} is chosen by the planner, whatever the configuration has: hold it by --fix {}={}."
+    raise_problems([text.format(name, axis, value(config, name)) for axis, name in given])
+    return parse_axes(",".join(args.fix))
 
 
 def fewest_ranks(config: Config) -> int:

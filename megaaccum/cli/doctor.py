@@ -207,8 +207,7 @@ def find_accelerator() -> list[Finding]:
 
 def gpu_names() -> list[str]:
     """Names of the GPUs as nvidia-smi has them; empty without it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if (tool := shutil.which("nvidia-smi")) is None:
         return []
     answer = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []

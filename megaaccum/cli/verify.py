@@ -69,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layout", type=_keys, action="extend", default=[], metavar="KEYS", help="other keys, as in pp=2,schedule=zbv")
     add("--world-size", type=count, metavar="N", help="ranks of the layout (the fewest that it allows, twice for dp)")
-    add("--shrink", action="store_true", help="make it smaller in any case")
-    add("--whole", action="store_true", help="never make it smaller")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--shrink", action="store_true", help="make it smaller in any case")
+    size.add_argument("--whole", action="store_true", help="never make it smaller")
     add("--steps", type=count, default=2, metavar="N", help="optimizer steps (default 2)")
     on_gpu = "gpu: on this machine's GPUs, one rank each, BF16 too: a run's layers (Transformer Engine's where it is"
     add("--device", choices=("cpu", "gpu"), default="cpu", help=f"{on_gpu} installed), kernels, streams and NCCL")

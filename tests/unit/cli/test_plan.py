@@ -129,6 +129,22 @@ def test_every_fix_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert held == {(2, 1, 2, "zb-h1")}
 
 
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_layout_on_the_command_line_is_not_set_aside(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was planned away without a word, as the layout of the file is."""
+    keys = ["--tp", "4", "--micro_batch_size", "2", "--recompute_granularity", "full"]
+    tiny = str(Path(LLAMA).with_name("tiny_cpu.yaml"))
+    code, _, err = run(capsys, command, tiny, "--gpus", "4", "--global_batch_size", "32", *keys)
+    assert code == 2
+    assert "tensor_model_parallel_size is chosen by the planner" in err and "hold it by --fix tp=4." in err
+    assert "--fix mbs=2." in err and "--fix recompute=full." in err
+
+
+def test_two_schedules_that_are_held_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *PLAN, "--fix", "pp=2,schedule=1f1b", "--schedule", "zb-h1")
+    assert (code, "'schedule=zb-h1' must read" in err) == (2, True)
+
+
 def test_the_help_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "tune"):
         with pytest.raises(SystemExit):

@@ -49,6 +49,7 @@ def test_what_cannot_be(words, message, capsys):
     [
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--steps", "none"], "argument --steps: invalid count value: 'none'"),
+        (["--shrink", "--whole"], "argument --whole: not allowed with argument --shrink"),
         (["--layout", "pp"], "it takes keys such as pp=2,schedule=zbv, but 'pp' is none"),
     ],
 )

@@ -78,8 +78,7 @@ def grad_norm(run: Run, name: str) -> str:
     def draw(axes: Axes) -> None:
         steps, values = binned(run.train, "grad_norm")
         axes.plot(steps, values, color=COLOURS[0], linewidth=1.2)
-        skipped = [each["step"] for each in run.train if each.get("skipped")]
-        if skipped:
+        if skipped := [each["step"] for each in run.train if each.get("skipped")]:
             axes.plot(skipped, [0.02] * len(skipped), "x", color=COLOURS[3], transform=axes.get_xaxis_transform())
         if values and min(values) > 0:
             axes.set_yscale("log")
