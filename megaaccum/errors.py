@@ -85,6 +85,11 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
+def is_for_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's allocator raises a RuntimeError on a CPU."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in ("out of memory", "allocate memory"))
+
+
 class DataError(MegaaccumError):
     """A dataset, tokenizer or corpus is missing, truncated or contradicts itself."""
 

@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megaaccum.config import Config
-from megaaccum.config.source import check_number
+from megaaccum.config.batch import DEEPSPEED_SIZES
+from megaaccum.config.keys import value
+from megaaccum.config.source import COMMAND_LINE, check_number
 from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.pretrain.interop.load import read
 
@@ -138,6 +141,19 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=VALUE,...", help=fix)
 
 
+def held_axes(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The axes that --fix holds. Raises ConfigError for others than there are, and for a key of the command line that a
+    plan would set aside: without a global batch its batch follows from these keys."""
+    from megaaccum.lab.planner.layout_config import KEYS
+    from megaaccum.lab.planner.why_not import parse_axes
+
+    chosen = KEYS | {"recompute": "recompute_granularity"} if config.batch.global_batch_size else {}
+    given = [(axis, name) for axis, name in chosen.items() if config.origin.get(name) == COMMAND_LINE]
+    text = "{} is chosen by the planner, whatever the configuration has: hold it by --fix {}={}."
+    raise_problems([text.format(name, axis, value(config, name)) for axis, name in given])
+    return parse_axes(",".join(args.fix))
+
+
 def fewest_ranks(config: Config) -> int:
     """The ranks that the file was made for, else the smallest number that tp, cp, pp and the experts' layout allow."""
     if config.run.world_size is not None:
@@ -152,8 +168,7 @@ def fewest_ranks(config: Config) -> int:
 
 def ranks_told(config: Config) -> int:
     """Data-parallel ranks that the DeepSpeed block's three batch sizes multiply out to; 1 if they do not tell."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, steps = (config.deepspeed.get(name) for name in names)
+    whole, micro, steps = (config.deepspeed.get(name) for name in DEEPSPEED_SIZES)
     if not (isinstance(whole, int) and isinstance(micro, int) and isinstance(steps, int)) or micro * steps < 1:
         return 1
     ranks, rest = divmod(whole, micro * steps)

@@ -31,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
         return _layers(args, overrides)
     from megaaccum.lab.planner.calibration import measure
 
-    entry = measure(args.like, seconds=args.seconds)
-    if entry is None:  # a rank other than the first
+    if (entry := measure(args.like, seconds=args.seconds)) is None:  # a rank other than the first
         return 0
     text = yaml.safe_dump({args.name: entry}, sort_keys=False, width=100)
     write_text(args.output, text)

@@ -42,4 +42,6 @@ def as_yaml(folder: Path) -> str:
     if (folder / "tokenizer.json").is_file():
         sections["data"] = {"tokenizer_model": str(folder / "tokenizer.json")}
     head = f"# The {content['model_type']} model in {folder}. seq_length is up to you: at most {longest}.\n"
+    if (window := content.get("sliding_window") or 0) >= longest:
+        head += f"# sliding_window {window} is left out: it masks nothing in rows of up to {longest} tokens.\n"
     return head + yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=118)

@@ -178,11 +178,9 @@ def find_apex() -> Finding:
 
 def check_accelerator(count: int, names: Sequence[str], has_nccl: bool, has_gloo: bool) -> list[Finding]:
     """The device that computes, and the library by which its ranks talk."""
-    if count:
-        listed = ", ".join(sorted(set(names))) or "CUDA"
-        findings = [Finding("accelerator", "ok", f"{count} x {listed}")]
-    else:
-        findings = [Finding("accelerator", "ok", f"none: the CPU lane, {len(os.sched_getaffinity(0))} cores")]
+    gpus = f"{count} x {', '.join(sorted(set(names))) or 'CUDA'}"
+    cpus = f"none: the CPU lane, {len(os.sched_getaffinity(0))} cores"
+    findings = [Finding("accelerator", "ok", gpus if count else cpus)]
     for name, there, needed in (("NCCL", has_nccl, count > 0), ("gloo", has_gloo, count == 0)):
         if there:
             findings.append(Finding(name, "ok", "available"))
@@ -209,8 +207,7 @@ def find_accelerator() -> list[Finding]:
 
 def gpu_names() -> list[str]:
     """Names of the GPUs as nvidia-smi has them; empty without it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if (tool := shutil.which("nvidia-smi")) is None:
         return []
     answer = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []

@@ -20,8 +20,7 @@ _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum export` with these arguments; returns the exit code. Raises MegaaccumError."""
     args = _parse(argv)
-    match = re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)
-    if match is None:
+    if (match := re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)) is None:
         raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
     if (args.via or args.like) and args.hf is None:
         raise ConfigError("--via and --like say how a Hugging Face model is written: give --hf DIR")

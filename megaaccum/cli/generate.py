@@ -36,10 +36,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def utf_8(word: str) -> str:
+    """A word of the command line. Raises ValueError, which argparse tells with the option's name, for other bytes."""
+    return word.encode().decode()
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = command_parser("generate", __doc__, _USAGE)
     parser.add_argument("source", type=Path, metavar="RUN|DIR", help="output_dir of a run, or a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given again")
+    parser.add_argument("--prompt", action="append", type=utf_8, required=True, metavar="TEXT", help="may be repeated")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, by the chat template")
     parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="at most (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) takes the likeliest token")
@@ -49,4 +54,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, words = parser.parse_known_args(list(argv))
     if args.max_new_tokens < 1 or args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise ConfigError("max_new_tokens must be at least 1, temperature and top_k at least 0, top_p in (0, 1]")
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        raise ConfigError("--top_k and --top_p draw, but --temperature 0 takes the likeliest token: set it above 0")
     return args, words

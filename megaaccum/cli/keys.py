@@ -39,8 +39,7 @@ def describe(written: str) -> str:
     """A key's section, values, default, other names and meaning; of a section, its keys."""
     if written in SECTIONS and canonical(written) is None:
         return _section(written)
-    name = canonical(written.removeprefix("--"))
-    if name is None:
+    if (name := canonical(written.removeprefix("--"))) is None:
         raise ConfigError(f"there is no key {written}{nearest_keys(written)}: `megaaccum keys` lists them.")
     key = all_keys()[name]
     cls = SECTIONS[key.section]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.cli.arguments import add_search_flags, command_parser, count, read_source
+from megaaccum.cli.arguments import add_search_flags, command_parser, count, held_axes, read_source
 from megaaccum.config import Config, precision
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
@@ -43,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
     workload = make_workload(config, world_size=world_size, hardware=hardware)
     if args.from_run:
         workload = fitted_to(workload, args.from_run, file=args.hardware)
-    fixed = parse_axes(",".join(args.fix)) | parse_axes(f"schedule={args.schedule}" if args.schedule else "")
-    limits = Limits(fixed=fixed, most={"tp": args.max_tp, "pp": args.max_pp, "cp": args.max_cp})
+    limits = Limits(fixed=held_axes(args, config), most={"tp": args.max_tp, "pp": args.max_pp, "cp": args.max_cp})
     start = time.monotonic()
     ranked = search(workload, limits, rank=args.rank)
     seconds = time.monotonic() - start
@@ -65,16 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(names())} (default h100)")
     parser.add_argument("--from-run", metavar="RECEIPT", help="scale times by what a run of this model measured")
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (default: the hardware's)")
-    parser.add_argument("--schedule", metavar="NAME", help="hold the pipeline schedule")
+    of = "schedule={}".format
+    parser.add_argument("--schedule", dest="fix", action="append", type=of, metavar="NAME", help="hold the schedule")
     for axis in ("tp", "pp", "cp"):
         parser.add_argument(f"--max-{axis}", type=count, metavar="N", help=f"largest {axis}")
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows of the table (default 10)")
     parser.add_argument("--wide", action="store_true", help="every axis, kind of memory and share of time")
     parser.add_argument("--search", action="store_true", help="seconds of each row in a searched order of its passes")
     parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
-    parser.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
+    answer = parser.add_mutually_exclusive_group()
+    answer.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
+    answer.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--profile", metavar="F", help="measured costs of the layers, for --search and --write")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")

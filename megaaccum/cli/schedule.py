@@ -185,21 +185,16 @@ def _fastest_first(
 
 
 def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: float | None) -> Row:
-    chunks = args.vpp if name == "interleaved" else None
-    group_size = args.group_size if name == "interleaved" else None
+    chunks, group_size = (args.vpp, args.group_size) if name == "interleaved" else (None, None)
     schedule = build(name, pp=args.pp, num_microbatches=args.microbatches, chunks=chunks, group_size=group_size)
     if profile is None:
-        costs = Costs.per_rank(*args.cost, chunks=schedule.chunks, p2p=args.p2p)
+        costs = Costs.per_rank(*(args.cost or (1.0, 1.0, 1.0)), chunks=schedule.chunks, p2p=args.p2p)
         return _priced(schedule, costs, Memory.counted(schedule.num_stages, chunks=schedule.chunks), limit)
-    cut = _cut(schedule, profile, args, limit)
+    cut = even_cut(profile, schedule.num_stages)
+    if args.cut:
+        cut = tune_cut(profile, schedule, limit=limit, p2p=args.p2p).cut
     row = _priced(schedule, profile.costs(cut, p2p=args.p2p), profile.memory(cut, chunks=schedule.chunks), limit)
     return replace(row, cut=cut)
-
-
-def _cut(schedule: Schedule, profile: Profile, args: argparse.Namespace, limit: float | None) -> Cut:
-    if not args.cut:
-        return even_cut(profile, schedule.num_stages)
-    return tune_cut(profile, schedule, limit=limit, p2p=args.p2p).cut
 
 
 def _priced(schedule: Schedule, costs: Costs, memory: Memory, limit: float | None) -> Row:
@@ -290,7 +285,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--schedule", required=True, metavar="NAME", help=f"auto (the fastest that fits), {', '.join(names())}, or .csv"
     )
     add("--compare", type=names_in, default=[], metavar="NAMES", help="other schedules, separated by commas")
-    add("--cost", type=_cost, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="forward, input and weight gradient")
+    add("--cost", type=_cost, metavar="F,I,W", help="forward, input and weight gradient (1,1,1)")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")
     add("--no-barrier", dest="barrier", action="store_false", help="also the time per step with speculative_step")
     add("--vpp", type=count, metavar="N", help="chunks per rank of the interleaved schedule (2)")
@@ -317,6 +312,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--write needs --config CONFIG, whose model, data and other keys the YAML file has")
     if (args.vpp or args.group_size) and not {"interleaved", "auto"} & {args.schedule, *args.compare}:
         parser.error("--vpp and --group-size are the interleaved schedule's: name it in --schedule or --compare")
+    if args.cost and args.profile:
+        parser.error("--profile FILE has the costs of every layer: leave --cost out")
     if args.cut and args.profile is None:
         parser.error("--cut needs --profile FILE")
     if not 0 <= args.p2p < float("inf"):

@@ -108,12 +108,7 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     """Check the plan and what it reads, then start this machine's ranks."""
     check_files(config)  # first: to count GPUs imports torch
     _announce(config.run.nproc_per_node)
-    nproc = config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
-    if config.run.world_size not in (None, nproc):
-        raise ConfigError(
-            f"the configuration is made for {config.run.world_size} ranks (world_size), and {nproc} would start on this"
-            f" machine: start it on all hosts with their launcher, or set world_size to {nproc}."
-        )
+    nproc = ranks_here(config)
     check_folders(configuration.resolve(config, world_size=nproc).config)
     return local.launch_local(
         list(argv),
@@ -125,11 +120,21 @@ def _launch(argv: Sequence[str], config: Config, port: int) -> int:
     )
 
 
+def ranks_here(config: Config) -> int:
+    """Ranks that start on this machine. Raises ConfigError if the file was made for another number."""
+    nproc = config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
+    if config.run.world_size not in (None, nproc):
+        raise ConfigError(
+            f"the configuration is made for {config.run.world_size} ranks (world_size), and {nproc} would start on this"
+            f" machine: start it on all hosts with their launcher, or set world_size to {nproc}."
+        )
+    return nproc
+
+
 def _resume_hint(argv: Sequence[str], config: Config) -> str:
     """The command that resumes this run, or a sentence that says that there is no checkpoint."""
     from megaaccum.checkpoint.folders import latest  # imports torch, as the ranks have
 
-    current = latest(checkpoint_folder(config))
-    if current is None:
+    if (current := latest(checkpoint_folder(config))) is None:
         return "There is no checkpoint of this run."
     return f"The last checkpoint is {current}; go on from it with: megaaccum train {shlex.join(argv)}"

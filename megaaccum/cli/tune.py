@@ -12,7 +12,8 @@ from pathlib import Path
 import yaml
 from rich.table import Table
 
-from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, fewest_ranks, names_in, read_source
+from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, held_axes, names_in, read_source
+from megaaccum.cli.train import ranks_here
 from megaaccum.config import Config
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, report
@@ -21,7 +22,6 @@ from megaaccum.lab.planner.fallbacks import KNOBS, MEASURED, Candidate, Fallback
 from megaaccum.lab.planner.hardware import Hardware, entry_of, load_hardware, names, slowed
 from megaaccum.lab.planner.search import search
 from megaaccum.lab.planner.trial import STEPS, Results, Trials, candidates_of
-from megaaccum.lab.planner.why_not import parse_axes
 from megaaccum.lab.planner.workload import make_workload
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         check_files(config)  # what no layout could read
     world_size = _world_size(args, config)
     workload = make_workload(config, world_size=world_size, hardware=_hardware(args))
-    ranked = search(workload, Limits(fixed=parse_axes(",".join(args.fix))), rank=args.rank)
+    ranked = search(workload, Limits(fixed=held_axes(args, config)), rank=args.rank)
     folder = Path(args.output or Path(config.run.output_dir) / "tune")
     trials = Trials(
         workload=workload, folder=folder, command=launch_command(args), time_limit=args.time_limit,
@@ -108,7 +108,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
 def _world_size(args: argparse.Namespace, config: Config) -> int:
     if args.hostfile is not None:
         return sum(read_hostfile(args.hostfile).values())
-    return args.gpus or config.run.nproc_per_node or local.num_gpus() or fewest_ranks(config)
+    return args.gpus or ranks_here(config)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

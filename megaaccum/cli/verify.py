@@ -23,7 +23,7 @@ from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
 from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source
 from megaaccum.config.load import given
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.verification.shrink import Shrunk
 from megaaccum.pretrain.launch import local
 
@@ -69,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layout", type=_keys, action="extend", default=[], metavar="KEYS", help="other keys, as in pp=2,schedule=zbv")
     add("--world-size", type=count, metavar="N", help="ranks of the layout (the fewest that it allows, twice for dp)")
-    add("--shrink", action="store_true", help="make it smaller in any case")
-    add("--whole", action="store_true", help="never make it smaller")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--shrink", action="store_true", help="make it smaller in any case")
+    size.add_argument("--whole", action="store_true", help="never make it smaller")
     add("--steps", type=count, default=2, metavar="N", help="optimizer steps (default 2)")
     on_gpu = "gpu: on this machine's GPUs, one rank each, BF16 too: a run's layers (Transformer Engine's where it is"
     add("--device", choices=("cpu", "gpu"), default="cpu", help=f"{on_gpu} installed), kernels, streams and NCCL")
@@ -133,12 +134,9 @@ def _case(config: configuration.Config, recorded: int | None, args: argparse.Nam
 
 
 def _world_size(config: configuration.Config) -> int:
-    """Twice the fewest ranks that the layout allows if the batch can be cut for them, else the fewest."""
+    """The ranks that the file was made for; else twice the fewest that the layout allows if the batch can be cut for
+    them, else the fewest."""
     fewest = fewest_ranks(config)
-    for world_size in (2 * fewest, fewest):
-        try:
-            configuration.resolve(config, world_size=world_size)
-        except ConfigError:
-            continue
-        return world_size
-    return fewest  # its errors are the ones to show
+    if config.run.world_size is not None:
+        return fewest
+    return fewest if problems_of(configuration.resolve, config, world_size=2 * fewest) else 2 * fewest

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from megaaccum.config.schema import BatchConfig
@@ -120,8 +120,7 @@ class BatchPlan:
             flush=keys.flush,
             loss_norm=keys.loss_norm,
         )
-        problem = pipeline_fill_problem(plan)
-        if problem and not keys.allow_underfilled_pipeline:
+        if (problem := pipeline_fill_problem(plan)) and not keys.allow_underfilled_pipeline:
             raise ConfigError(problem)
         return plan
 
@@ -134,41 +133,39 @@ def check_sizes(keys: BatchConfig, dp: int) -> None:
     """
     given = {name: getattr(keys, name) for name in SIZES if getattr(keys, name) is not None}
     problems = [f"{name} is {value}: it must be at least 1." for name, value in given.items() if value < 1]
-    if problem := None if problems else _device_problem(keys) or _global_problem(keys, dp):
-        problems = [problem]
-    raise_problems(problems)
+    raise_problems(problems or [*_device_problems(keys)] or [*_global_problems(keys, dp)])
 
 
-def _device_problem(keys: BatchConfig) -> str | None:
+def _device_problems(keys: BatchConfig) -> Iterator[str]:
     device, micro, chunks = keys.device_batch_size, keys.micro_batch_size, keys.pp_microbatches
     if device is None:
-        return None
+        return
     if micro is not None and chunks is not None and device != micro * chunks:
-        return (
+        yield (
             f"device_batch_size {device} contradicts micro_batch_size {micro} * pp_microbatches {chunks} ="
             f" {micro * chunks}: set device_batch_size to {micro * chunks}, or leave one of the three out."
         )
-    sizes = {"pp_microbatches": chunks, "micro_batch_size": micro}
-    texts = (indivisible("device_batch_size", device, {name: size}) for name, size in sizes.items() if size is not None)
-    return next(chain.from_iterable(texts), None)
+    elif size := chunks or micro:
+        name = "pp_microbatches" if chunks else "micro_batch_size"
+        yield from indivisible("device_batch_size", device, {name: size})
 
 
-def _global_problem(keys: BatchConfig, dp: int) -> str | None:
+def _global_problems(keys: BatchConfig, dp: int) -> Iterator[str]:
     """The rule on global_batch_size that a sound device batch breaks."""
     whole = keys.global_batch_size
     if whole is None:
-        return None
+        return
     inner = ("micro_batch_size", "pp_microbatches") if keys.device_batch_size is None else ("device_batch_size",)
     factors = {name: getattr(keys, name) for name in (*inner, "grad_accum_steps")} | {"data_parallel_size": dp}
     known: dict[str, int] = {name: value for name, value in factors.items() if value is not None}
     product = math.prod(known.values())
-    if len(known) == len(factors) and whole != product:
-        return (
+    if len(known) < len(factors):
+        yield from indivisible("global_batch_size", whole, known, change="value", more=", or change one of the factors")
+    elif whole != product:
+        yield (
             f"global_batch_size {whole} contradicts {equation(known)}: set global_batch_size to {product}, or leave out"
             " one of these keys to have it derived."
         )
-    text = indivisible("global_batch_size", whole, known, change="value", more=", or change one of the factors")
-    return next(text, None)
 
 
 def _split(keys: BatchConfig, dp: int) -> tuple[int, int, int]:

@@ -14,6 +14,10 @@ CUTS = ("global_batch_size", "micro_batch_size", "device_batch_size", "pp_microb
 """The order in which a file's sizes are kept if the command line only cuts the batch; `SIZES` if it resizes it."""
 
 
+_FIXING = (set(SIZES) - {"micro_batch_size", "pp_microbatches"}, set(SIZES) - {"device_batch_size"})
+"""Sizes that together fix the number of data-parallel ranks."""
+
+
 def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> BatchPlan:
     """The batch plan of a configuration whose other keys are derived.
 
@@ -32,32 +36,38 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
             "no batch size is given: set micro_batch_size and global_batch_size, or device_batch_size and"
             " grad_accum_steps."
         )
-    kept = {name: size for name, size in sizes.items() if config.origin.get(name) == COMMAND_LINE}
-    overrides = ", ".join(f"{name} {size}" for name, size in kept.items())
-    dropped = []
-    if kept:
-        # The device batch of the file alone must be consistent. Its global batch may fit another number of ranks.
-        cuts = [name for name in SIZES[:3] if name in sizes.keys() - kept.keys()]
-        check_sizes(_with_sizes(config, {name: sizes[name] for name in cuts}), data_parallel_size)
-        check_sizes(_with_sizes(config, kept), data_parallel_size)
-    order = SIZES if not kept or kept.keys() & set(SIZES[2:]) else CUTS
-    for name in sorted(sizes.keys() - kept.keys(), key=order.index):
-        more = kept | {name: sizes[name]}
-        if overrides and problems_of(check_sizes, _with_sizes(config, more), data_parallel_size):
-            dropped.append(name)
-        else:
-            kept = more
+    # The device batch of the file alone must be consistent. Its global batch may fit another number of ranks.
+    cuts = {name: sizes[name] for name in SIZES[:3] if name in sizes and config.origin.get(name) != COMMAND_LINE}
+    check_sizes(_with_sizes(config, cuts), data_parallel_size)
+    kept = kept_sizes(config, data_parallel_size)
     plan = BatchPlan.solve(
         _with_sizes(config, kept),
         data_parallel_size=data_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         seq_length=config.model.seq_length,
     )
+    overrides = ", ".join(f"{name} {kept[name]}" for name in kept if config.origin.get(name) == COMMAND_LINE)
     notes += [
         f"{name} {sizes[name]} of the file is recomputed to {getattr(plan, name)}: the command line gives {overrides}."
-        for name in dropped
+        for name in sizes
+        if name not in kept
     ]
     return plan
+
+
+def kept_sizes(config: Config, data_parallel_size: int | None = None) -> dict[str, int]:
+    """The batch sizes that count (see `resolve_batch`). data_parallel_size None: it is not known; then no size of the
+    file is kept that would fix it."""
+    sizes: dict[str, int] = {name: size for name in SIZES if (size := getattr(config.batch, name)) is not None}
+    kept = {name: size for name, size in sizes.items() if config.origin.get(name) == COMMAND_LINE}
+    if not kept:
+        return sizes
+    for name in sorted(sizes.keys() - kept.keys(), key=(SIZES if kept.keys() & set(SIZES[2:]) else CUTS).index):
+        more = kept | {name: sizes[name]}
+        fixes = data_parallel_size is None and any(fixing <= more.keys() for fixing in _FIXING)
+        if not fixes and not problems_of(check_sizes, _with_sizes(config, more), data_parallel_size or 1):
+            kept = more
+    return kept
 
 
 def _with_sizes(config: Config, sizes: dict[str, int]) -> BatchConfig:
@@ -73,8 +83,10 @@ def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
     places = (COMMAND_LINE, origin.get("total_batch_size"))
     known: dict[str, int] = {name: size for name, size in sizes.items() if origin.get(name) in places}
     parts = ("device_batch_size",) if "device_batch_size" in known else ("micro_batch_size", "pp_microbatches")
-    factors = {name: known[name] for name in parts if name in known}
-    factors |= {"seq_length": seq_length, "data_parallel_size": dp}
+    factors = {name: known[name] for name in parts if name in known} | {
+        "seq_length": seq_length,
+        "data_parallel_size": dp,
+    }
     unit = math.prod(factors.values())
     if total % unit:
         raise ConfigError(

@@ -177,10 +177,9 @@ def _derive_vpp(parallel: ParallelConfig, num_layers: int, notes: list[str]) -> 
         vpp = num_layers // (pp * per_chunk)
         why = f"num_layers {num_layers} / (pp {pp} * num_layers_per_virtual_pipeline_stage {per_chunk})"
     if vpp is None and parallel.pipeline_model_parallel_layout is not None and pp > 0:
-        try:
+        stages = 0
+        with suppress(ValueError):
             stages = len(parse_layout(parallel.pipeline_model_parallel_layout))
-        except ValueError:
-            stages = 0
         if stages and stages % pp == 0:
             vpp, why = stages // pp, f"{stages} stages of pipeline_model_parallel_layout / pp {pp}"
     if why and vpp != 1:
@@ -193,11 +192,9 @@ def _derive_chunks(parallel: ParallelConfig) -> None:
     asked = parallel.virtual_pipeline_model_parallel_size is not None or parallel.pipeline_model_parallel_size < 2
     if asked or parallel.schedule in (None, "auto", "none", "interleaved"):
         return
-    try:
+    with suppress(ScheduleError):
         chunks = entry(parallel.schedule).chunks
-    except ScheduleError:
-        return
-    parallel.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
+        parallel.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
 
 
 def _derive_precision(sharding: ShardingConfig) -> None:

@@ -37,14 +37,13 @@ def describe(config: Config, written: Config) -> list[str]:
     if keys.lr_scaling == "none":
         return []
     batch, reference = _batch_and_reference(config)
-    unit = "tokens" if keys.lr_reference_tokens else "sequences"
     key = "lr_reference_tokens" if keys.lr_reference_tokens else "lr_reference_batch_size"
+    unit = "tokens" if keys.lr_reference_tokens else "sequences"
     ratio = f"{batch:,} {unit} / {key} {reference:,}"
     root = f"({ratio}) ^ 0.5" if keys.lr_scaling == "sqrt" else ratio
     lines = [f"lr_scaling {keys.lr_scaling}: factor = {root} = {batch_factor(config):g}"]
     for name in RATES:
-        before = getattr(written.optimizer, name)
-        if before:
+        if before := getattr(written.optimizer, name):
             lines.append(f"{name} = {before:g} * {batch_factor(config):g} = {getattr(keys, name):g}")
     if keys.lr_scaling_follows_rampup:
         lines.append("during batch warm-up the factor is that of the step's own batch (lr_scaling_follows_rampup)")

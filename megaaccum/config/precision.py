@@ -22,8 +22,7 @@ def is_given(config: Config) -> bool:
 
 def default() -> tuple[Literal["bf16", "fp32"], str]:
     """The default precision on this machine, and the reason for it."""
-    capability = compute_capability()
-    if capability is None:
+    if (capability := compute_capability()) is None:
         return "fp32", "no precision is given, and this machine has no NVIDIA GPU"
     name = ".".join(map(str, capability))
     if capability[0] < FIRST_WITH_BF16:

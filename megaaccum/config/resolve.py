@@ -105,8 +105,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
 
 def flush_problems(config: Config, batch: BatchPlan) -> list[str]:
     """The rules on the micro-batches of a flush that `batch` breaks, one text each."""
-    too_few = pipeline_fill_problem(batch)
-    if too_few and not config.batch.allow_underfilled_pipeline:
+    if (too_few := pipeline_fill_problem(batch)) and not config.batch.allow_underfilled_pipeline:
         return [too_few]
     return _schedule_problems(config, batch)
 

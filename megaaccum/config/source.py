@@ -103,17 +103,14 @@ class Source:
         name = canonical(written)
         if name is None:
             self.put_unknown(Unknown(written, value, place, section))
-        elif name in self.values and self.name == COMMAND_LINE and place.startswith("--"):
-            if self.values[name] != value:
-                self.notes.append(f"{self.places[name]} {self.values[name]} and {place} {value}: the last one holds.")
-            self.values[name], self.places[name] = value, place
-        elif name in self.values:
+        elif name in self.values and not (self.name == COMMAND_LINE and place.startswith("--")):
             first = self.places[name]
             also = "" if name == written.replace("-", "_") else f" (another name of {name})"
             self.problems.append(f"{place}: {written}{also} was already given at {first}; give it once.")
         else:
-            self.values[name] = value
-            self.places[name] = place
+            if name in self.values and self.values[name] != value:
+                self.notes.append(f"{self.places[name]} {self.values[name]} and {place} {value}: the last one holds.")
+            self.values[name], self.places[name] = value, place
 
     def put_unknown(self, unknown: Unknown) -> None:
         """Keep a name that is no key for another reader, unless it switches off something that is not done here."""

@@ -82,7 +82,8 @@ def check_versions() -> None:
 
     tested = f"megaaccum was tested with {', '.join(map(' '.join, upstream.TESTED.items()))}"
     if missing := upstream.required():
-        text = f"the installed libraries lack names that megaaccum uses: {'; '.join(missing)}"
+        where = importlib.import_module("megatron.core").__path__[0]  # which may be a checkout on PYTHONPATH
+        text = f"the libraries (Megatron-core in {where}) lack names that megaaccum uses: {'; '.join(missing)}"
         raise LaunchError(f"{text}. {tested}: install those (constraints.txt); `megaaccum doctor` shows yours")
     newest, torch = (tuple(map(int, each.split(".")[:2])) for each in (upstream.TESTED["torch"], version("torch")))
     if torch > newest and os.environ.get("RANK", "0") == "0":

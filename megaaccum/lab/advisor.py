@@ -15,11 +15,11 @@ from megaaccum.pretrain.model.machine import layer_kind
 
 
 def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
-    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and, where there is a choice, why
-    these; the same on every rank. Raises ConfigError if none fits."""
+    """The plan with a schedule (`auto`), a micro-batch and a sync mode that fit, and its notes, those on choices
+    only if there were any; the same on every rank. Raises ConfigError if none fits."""
     settled = auto_schedule.choose_schedule(plan, device_bytes, layers_of=layer_kind)
     is_chosen = sync_mode.limit_of(plan, device_bytes) is not None or auto_schedule.is_open(plan)
-    return settled, [note for note in settled.notes if is_chosen and note not in plan.notes]
+    return settled, [note for note in settled.notes if is_chosen or note in plan.notes]
 
 
 def sync_mode_of(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
 from tests.support.chats import write_tokenizer
 
@@ -66,6 +67,23 @@ def test_every_rank_continues_as_one_process_does(
     assert alone[GREEDY] != alone[DRAWN] and all(text for each in alone.values() for _, text in each)
     for draw in (GREEDY, DRAWN) if name == "tp" else (DRAWN,):
         assert run_ranks(texts, ranks, folder, words, ranks, draw, init=False) == [alone[draw]] * ranks
+
+
+def refusal(folder: Path) -> str:
+    """The error of a text that no machine holds."""
+    from megaaccum.pretrain.training.generate import Generation, generate
+    from megaaccum.pretrain.training.sampling import Draw
+
+    with pytest.raises(ConfigError) as caught:
+        list(generate(Generation(folder, PROMPTS, 10**6), Draw(*GREEDY), 1))
+    return str(caught.value)
+
+
+def test_more_tokens_than_memory_holds_are_one_message(folder: Path) -> None:
+    (text,) = run_ranks(refusal, 1, folder, init=False)
+    assert text.startswith(
+        "memory does not hold a row of 1000005 tokens, the longest prompt and --max_new_tokens 1000000"
+    )
 
 
 def drawn(words: str, world_size: int) -> list[int]:

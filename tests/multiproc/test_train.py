@@ -47,6 +47,7 @@ def uninterrupted(tmp_path_factory, texts):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+    assert "\nparams_dtype fp32: " in ended.stdout  # a note that `check` prints
     return folder, losses(folder / "whole")
 
 

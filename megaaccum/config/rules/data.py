@@ -12,8 +12,7 @@ _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 def one_source(subject: Subject) -> Iterator[str]:
     """The data are one data_path that is split, or a path per split."""
-    per_split = subject.given(*_PER_SPLIT)
-    if per_split and subject.given("data_path"):
+    if (per_split := subject.given(*_PER_SPLIT)) and subject.given("data_path"):
         yield f"data_path and {', '.join(per_split)} are both given: use data_path with split, or a path per split."
     if per_split and subject.given("split"):
         yield f"split cuts data_path, but {', '.join(per_split)} is given: leave split out."

@@ -59,6 +59,16 @@ def activation(subject: Subject) -> Iterator[str]:
         yield f"{' and '.join(given)} are both true: an MLP has one activation; leave one of them out."
 
 
+def rotation(subject: Subject) -> Iterator[str]:
+    """Channels are rotated in pairs."""
+    model = subject.model
+    name = "qk_pos_emb_head_dim" if model.multi_latent_attention else "kv_channels"
+    all_of_them = model.rotary_percent == 1 and model.position_embedding_type in ("rope", "yarn")
+    if (model.multi_latent_attention or all_of_them) and (channels := getattr(model, name) or 0) % 2:
+        legal = either(nearest_multiples(channels, 2))
+        yield f"{name} {channels} must be even, as channels are rotated in pairs: set it to {legal}."
+
+
 def latent_attention(subject: Subject) -> Iterator[str]:
     """Multi-latent attention has its own heads and its own rotary part."""
     model = subject.model
@@ -68,11 +78,6 @@ def latent_attention(subject: Subject) -> Iterator[str]:
         yield (
             f"num_query_groups {model.num_query_groups} has no meaning with multi_latent_attention, whose heads share"
             " a latent instead: leave num_query_groups out."
-        )
-    if model.qk_pos_emb_head_dim % 2:
-        yield (
-            f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} must be even, as channels are rotated in pairs: set it"
-            f" to {either(nearest_multiples(model.qk_pos_emb_head_dim, 2))}."
         )
     if model.qk_layernorm and model.q_lora_rank is None:
         yield "qk_layernorm norms latents, and queries without q_lora_rank have none: set it, or qk_layernorm to false."

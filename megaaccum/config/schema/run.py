@@ -5,6 +5,12 @@ from typing import Annotated, Literal
 
 from megaaccum.config.facts import Facts
 
+Tokenizer = Literal[
+    "GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
+]  # fmt: skip
+"""Kinds of tokenizers, as Megatron names them, whose vocabulary megaaccum can read."""
+
 
 @dataclass(kw_only=True, slots=True)
 class StepConfig:
@@ -187,7 +193,7 @@ class DataConfig:
     """Shares of train, valid, test in data_path."""
     mock_data: bool = False
     """Made-up samples (Megatron's MockGPTDataset) in place of data_path, to measure with."""
-    tokenizer_type: str | None = None
+    tokenizer_type: Tokenizer | None = None
     """Megatron's name of the kind of tokenizer; default: a Hugging Face tokenizers file."""
     vocab_file: Annotated[str | None, Facts(per_host=True)] = None
     """vocab.json of a GPT-2 tokenizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +89,8 @@ def _options(plan: Plan) -> Iterator[Plan]:
     """The plan with each schedule that the rules allow."""
     assert plan.written is not None
     for named in with_schedules(plan.written):
-        try:
+        with suppress(ConfigError):
             yield resolve(named, world_size=plan.layout.world_size)
-        except ConfigError:
-            continue
 
 
 # --- price and need --------------------------------------------------------------------------------------------------

@@ -162,8 +162,7 @@ class Fallbacks:
 
     def _turned(self, knob: str) -> Iterator[Candidate]:
         """The untried layouts that differ from the best one in this knob alone."""
-        best = self.best()
-        if best is None:
+        if (best := self.best()) is None:
             return
         still = best.axes.keys() - KNOBS[knob]
         for each in self._untried():

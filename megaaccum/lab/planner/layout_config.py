@@ -11,6 +11,7 @@ import yaml
 
 from megaaccum.config import Plan, precision, resolve
 from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES
+from megaaccum.config.batch_keys import kept_sizes
 from megaaccum.config.deepspeed_config import PASSED, ZERO_PASSED
 from megaaccum.config.keys import SECTIONS, all_keys, names_where, value
 from megaaccum.config.load import reset
@@ -80,6 +81,7 @@ def planned_config(workload: Workload, at: dict[str, Any]) -> Config:
     if keys.get("recompute_granularity") != "selective":
         reset(config, "recompute_modules")
     put(config, keys)
+    config.deepspeed = {name: item for name, item in config.deepspeed.items() if name not in DEEPSPEED_SIZES}
     return config
 
 
@@ -127,8 +129,9 @@ def write_config(config: Config, path: Path, comment: str) -> None:
 def as_sections(config: Config) -> dict[str, Any]:
     """The keys that were written, by section, as a YAML file holds them."""
     sections: dict[str, Any] = {name: {} for name in SECTIONS}
+    written = config.origin.keys() - (set(SIZES) - kept_sizes(config).keys())
     for key in all_keys().values():
-        if key.name in config.origin:
+        if key.name in written:
             sections[key.section][key.name] = value(config, key.name)
     sections["model"] |= config.megatron
     sections["deepspeed"] = _without_keys(config)

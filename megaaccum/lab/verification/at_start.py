@@ -64,12 +64,10 @@ def verify_start(engine: Engine, data: Datasets, loader: SharedLoader) -> str:
     begun, plan = time.monotonic(), engine.plan
     planned, other = engine.batch, other_split(plan, engine.batch)
     mine = _read(loader, planned)
-    first = _gradient(engine, mine, planned)
-    if first is None:
+    if (first := _gradient(engine, mine, planned)) is None:
         return "verify_at_start: not verified, the gradient of this step is not finite"
     theirs, sample_index = _otherwise(engine, data, planned, other)
-    second = _gradient(engine, theirs, other, sample_index)
-    if second is None:
+    if (second := _gradient(engine, theirs, other, sample_index)) is None:
         problem = _failed("its gradient is finite as planned but not in the other", planned, other)
         raise StepError(problem).printed_once()
     error, problem = compare(plan, first, second, planned, other)

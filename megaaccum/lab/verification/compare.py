@@ -304,6 +304,4 @@ def _distance(got: float, true: float) -> float:
 
 
 def _relative(got: float, true: float) -> float:
-    if got == true:
-        return 0.0
-    return _distance(got, true) / max(abs(true), 1e-300)
+    return 0.0 if got == true else _distance(got, true) / max(abs(true), 1e-300)

@@ -67,8 +67,7 @@ class Diagnosis:
 
 def diagnose(verifier: Verifier, verdict: Verdict) -> Diagnosis | None:
     """Diagnose a verdict that failed; None if no precision was compared. Starts ranks several times."""
-    failed = next((each for each in verdict.comparisons if not each.ok), None)
-    if failed is None:
+    if (failed := next((each for each in verdict.comparisons if not each.ok), None)) is None:
         return None
     lane = failed.lane
     # A case of several lanes was compared as `in_lane` has it.

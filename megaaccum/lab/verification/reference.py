@@ -23,7 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.config import Plan
 from megaaccum.distributed import groups as process_groups
-from megaaccum.errors import ConfigError, raise_problems
+from megaaccum.errors import ConfigError, is_for_memory, raise_problems
 from megaaccum.lab.verification import borders, subject
 from megaaccum.lab.verification.case import Case, Lane
 from megaaccum.lab.verification.records import GRADIENT, KINDS, MODEL, Reference, ReferenceStep
@@ -183,8 +183,8 @@ def reference_of(case: Case, lane: Lane, steps: int, *, keep_parts: bool = False
             if reference.problem:
                 break
         return reference
-    except (MemoryError, RuntimeError) as error:  # torch's allocator raises a RuntimeError on a CPU
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_for_memory(error):
             raise
         problem = f"one process does not hold the model in {lane} ({error}): make it smaller (--shrink)"
         return Reference({}, problem=problem)

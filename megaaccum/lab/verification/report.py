@@ -43,8 +43,7 @@ def _table(comparison: Comparison) -> list[str]:
         f"{'':<12}{'':<20}{'error':>10}{'rounding':>12}   farthest",
     ]
     for kind, words in _KINDS.items():
-        row = comparison.worst(kind)
-        if row is not None:
+        if (row := comparison.worst(kind)) is not None:
             where = row.name or (f"{row.got:.12g}, one process {row.true:.12g}" if row.got is not None else "")
             mark = "" if row.ok else "  <-- FAIL"
             lines.append(f"{'':<12}{words:<20}{row.error:>10.1e}{row.bound:>12.1e}   {where}{mark}")

@@ -141,12 +141,15 @@ class ChatTokenizer:
                 raise DataError(
                     f"{where}: the chat template leaves out the function {lost[0]}: give one that writes it"
                 )
+            text.encode()  # the tokenizer's error would not say which text it is
             ids, begins = self._ids(text)
             if only_responses and _MARKS.search(self.template):
                 return ids, self._marked(chat, begins)
             spans = self._spans(chat, text, where) if only_responses else [(0, len(text))]
         except DataError:
             raise
+        except UnicodeEncodeError:
+            raise DataError(f"{where}: a message holds half a surrogate pair, which is no text") from None
         except Exception as error:  # a template is a program
             raise DataError(f"{where}: the chat template raises {type(error).__name__}: {error}") from error
         return ids, [any(start <= begin < stop for start, stop in spans) for begin in begins]

@@ -133,8 +133,7 @@ def require_end_of_document(tokenizer: tokenizers.Tokenizer) -> int:
     Raises:
         DataError: the tokenizer has none.
     """
-    found = end_of_document(tokenizer)
-    if found is None:
+    if (found := end_of_document(tokenizer)) is None:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:20]
         raise DataError(
             f"--append-eod needs a token that ends a document, but the tokenizer has none of {', '.join(_END_NAMES)}. "

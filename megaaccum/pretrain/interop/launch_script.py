@@ -128,8 +128,7 @@ def _the_launch(records: list[list[str]], script: Path, left: Path | None, outpu
         told = f"{others}{last}{hidden if left else ''}"
         raise ConfigError(f"--record: {script.name} starts no training that could be recorded.{told}")
     ((words, folder),) = distinct.items()
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None:
+    if (at := next((i for i, word in enumerate(words) if word.endswith(".py")), None)) is None:
         raise ConfigError(f"--record: {' '.join(words[:8])} ... names no Python program.")
     return Launch(words[at], [*words[at + 1 :]], script.name, Path(folder), world_size(words[:at]), left)
 

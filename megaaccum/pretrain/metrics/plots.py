@@ -86,8 +86,7 @@ def draw_loss(axes: Axes, train: list[Record], valid: list[Record]) -> None:
             f"{valid_losses[-1]:.3f}", (valid_steps[-1], valid_losses[-1]), color=VALID,
             xytext=(0, 8), textcoords="offset points", ha="right",
         )  # fmt: skip
-    skipped = [record["step"] for record in train if record.get("skipped")]
-    if skipped:
+    if skipped := [record["step"] for record in train if record.get("skipped")]:
         axes.plot(
             skipped, [0.02] * len(skipped), "x", color=SKIPPED, markersize=5, transform=axes.get_xaxis_transform(),
             label=f"skipped ({len(skipped)})",

@@ -16,8 +16,8 @@ class Advisor(Protocol):
     vocabulary before padding."""
 
     def resolve(self, plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
-        """Choose a schedule (`auto`), micro-batch and sync mode that fit. Returns the plan and the reasons of the
-        choices, the same on every rank. Raises ConfigError if nothing fits."""
+        """Choose a schedule (`auto`), micro-batch and sync mode that fit. Returns the plan and the notes of
+        `megaaccum check` on it, the same on every rank. Raises ConfigError if nothing fits."""
 
     def sync_mode_of(self, plan: Plan) -> str:
         """The sharding mode of a plan, as text."""

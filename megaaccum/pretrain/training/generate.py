@@ -12,7 +12,7 @@ from megaaccum.checkpoint import save_load
 from megaaccum.config import Config
 from megaaccum.distributed.start import end_process_group
 from megaaccum.engine import Engine
-from megaaccum.errors import CheckpointError, ConfigError
+from megaaccum.errors import CheckpointError, ConfigError, is_for_memory
 from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document
@@ -169,9 +169,17 @@ def generate(generation: Generation, draw: Draw, world_size: int) -> Iterator[tu
     engine = inference.engine_of(generation.config, world_size=world_size, vocab_size=generation.vocab_size)
     generation.load(engine)
     for text, ids in zip(generation.prompts, generation.prompt_ids, strict=True):
-        drawn = sample(
-            engine, ids, vocab_size=generation.vocab_size, num_tokens=generation.max_new_tokens, draw=draw,
-            stops=generation.stops,
-        )  # fmt: skip
+        try:
+            drawn = sample(
+                engine, ids, vocab_size=generation.vocab_size, num_tokens=generation.max_new_tokens, draw=draw,
+                stops=generation.stops,
+            )  # fmt: skip
+        except (MemoryError, RuntimeError) as error:
+            if not is_for_memory(error):
+                raise
+            raise ConfigError(
+                f"memory does not hold a row of {engine.plan.batch.seq_length} tokens, the longest prompt and"
+                f" --max_new_tokens {generation.max_new_tokens}: give a lower number ({error})"
+            ) from None
         yield text, generation.text_of(drawn)
     end_process_group()

@@ -46,8 +46,7 @@ def fused_names(name: str) -> list[str]:
 def places_of(name: str, *, together: bool) -> Iterator[Place]:
     """Yield the places where a parameter of ours may lie, by the kinds of layers that Megatron has. together: the
     layers of the decoder lie in one tensor."""
-    match = _LAYER.fullmatch(name)
-    if match is None:
+    if (match := _LAYER.fullmatch(name)) is None:
         yield Place(name)
         return
     block, layer, rest = match["block"], int(match["layer"]), match["rest"]

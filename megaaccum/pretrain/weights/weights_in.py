@@ -122,8 +122,7 @@ class HuggingFaceFolder:
 
 def mapped(family: str, name: str, shape: tuple[int, ...], model: Model, weights: Weights) -> Mapped:
     """A parameter of ours in files of theirs. Raises CheckpointError if the family does not have it."""
-    rows = rows_of(family, name, shape[0], model)
-    if rows is None:
+    if (rows := rows_of(family, name, shape[0], model)) is None:
         raise CheckpointError(f"models of the family {family} have no {name}: leave out of the run what makes it")
     for number, each in enumerate(rows):  # the names of a bare model lack the first part
         if each.name not in weights.files and (bare := each.name.partition(".")[2]) in weights.files:

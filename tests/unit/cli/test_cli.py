@@ -180,6 +180,17 @@ def test_a_command_without_its_configuration_shows_its_help_and_fails(capsys, na
     assert f"megaaccum {name}" in capsys.readouterr().out
 
 
+def test_a_prompt_of_other_bytes_than_utf_8_is_one_message(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "run", "--prompt", "a\udcff"])
+    assert "argument --prompt: invalid utf_8 value: 'a\\udcff'" in capsys.readouterr().err
+
+
+def test_a_share_of_the_tokens_without_a_draw_is_refused(capsys):
+    assert cli.main(["generate", "run", "--prompt", "a", "--top_k", "3"]) == 2
+    assert "--temperature 0 takes the likeliest token: set it above 0" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "megaaccum 0.1.0\n"

@@ -25,6 +25,7 @@ from megaaccum.lab.planner.workload import make_workload
 from megaaccum.lab.search.profile import LayerCost, Profile, write_profile
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import receipts
+from tests.support.configs import SMALL
 
 LLAMA = str(Path(__file__).parents[3] / "configs" / "llama3_8b.yaml")
 PLAN = ["plan", LLAMA, "--gpus", "64", "--gpu", "h100", "--max-cp", "1"]
@@ -100,6 +101,21 @@ def test_what_plan_writes_check_accepts_and_plan_reads(capsys: pytest.CaptureFix
     assert json.loads(text)["gpus"] == 64
 
 
+def test_sizes_of_a_deepspeed_json_do_not_hold_the_planned_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--write` refused a row with another micro-batch, as the block disagreed with it."""
+    path, out = tmp_path / "run.json", str(tmp_path / "out.yaml")
+    block = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 7}
+    keys = SMALL | {"pp_microbatches": None, "bf16": True, "vocab_size": 256, "mock_data": True}
+    path.write_text(json.dumps(keys | {"deepspeed": block}))
+    code, _, err = run(capsys, "plan", str(path), "--gpus", "4", "--fix", "mbs=2", "--write", out)
+    assert code == 0, err
+    config = load(out)
+    assert resolve(config, world_size=4).batch.micro_batch_size == 2
+    assert config.deepspeed == {"steps_per_print": 7}
+
+
 def test_a_file_whose_batch_follows_from_its_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "plan", str(Path(LLAMA).with_name("tiny_cpu.yaml")), "--json", "--top", "1")
     told = json.loads(out)
@@ -111,6 +127,22 @@ def test_every_fix_holds(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *PLAN, "--fix", "pp=2,mbs=1", "--fix", "tp=2", "--schedule", "zb-h1", "--json", "--top=3")
     held = {tuple(row[axis] for axis in ("pp", "mbs", "tp", "schedule")) for row in json.loads(out)["layouts"]}
     assert held == {(2, 1, 2, "zb-h1")}
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_layout_on_the_command_line_is_not_set_aside(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was planned away without a word, as the layout of the file is."""
+    keys = ["--tp", "4", "--micro_batch_size", "2", "--recompute_granularity", "full"]
+    tiny = str(Path(LLAMA).with_name("tiny_cpu.yaml"))
+    code, _, err = run(capsys, command, tiny, "--gpus", "4", "--global_batch_size", "32", *keys)
+    assert code == 2
+    assert "tensor_model_parallel_size is chosen by the planner" in err and "hold it by --fix tp=4." in err
+    assert "--fix mbs=2." in err and "--fix recompute=full." in err
+
+
+def test_two_schedules_that_are_held_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *PLAN, "--fix", "pp=2,schedule=1f1b", "--schedule", "zb-h1")
+    assert (code, "'schedule=zb-h1' must read" in err) == (2, True)
 
 
 def test_the_help_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,13 @@ def test_a_number_below_1_is_refused(option, capsys):
     assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
 
 
+def test_costs_beside_a_profile_are_refused(capsys):
+    """They had no effect."""
+    with pytest.raises(SystemExit, match="2"):
+        main("schedule --pp 2 -m 4 --schedule zbv --cost 1,1,2 --profile layers.json".split())
+    assert "--profile FILE has the costs of every layer: leave --cost out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--vpp", "--group-size"])
 def test_an_option_of_the_interleaved_schedule_alone_is_refused_for_others(option, capsys):
     with pytest.raises(SystemExit, match="2"):

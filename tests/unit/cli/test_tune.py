@@ -49,6 +49,13 @@ def test_data_that_no_layout_could_read_ends_it_before_the_first(tmp_path: Path,
     assert not (tmp_path / "tune").exists()
 
 
+def test_a_file_that_was_made_for_more_ranks_is_refused(monkeypatch, capsys) -> None:
+    """Its layouts were measured on this machine's 4, as if those were what it was made for."""
+    monkeypatch.setattr(Trials, "run", lambda self, candidate: pytest.fail("a layout was run"))
+    assert cli.main(["tune", str(CONFIG), "--world_size", "64"]) == 2
+    assert "made for 64 ranks (world_size), and 4 would start on this machine" in capsys.readouterr().err
+
+
 def test_the_line_of_a_layout_that_failed_has_the_reason(tmp_path: Path, monkeypatch, capsys) -> None:
     failed = Outcome(verdict=FAILED, text="exit code 1\nmegaaccum: error: no port")
     monkeypatch.setattr(Trials, "run", lambda self, candidate: failed)

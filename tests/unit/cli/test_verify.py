@@ -49,6 +49,7 @@ def test_what_cannot_be(words, message, capsys):
     [
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--steps", "none"], "argument --steps: invalid count value: 'none'"),
+        (["--shrink", "--whole"], "argument --whole: not allowed with argument --shrink"),
         (["--layout", "pp"], "it takes keys such as pp=2,schedule=zbv, but 'pp' is none"),
     ],
 )
@@ -59,14 +60,16 @@ def test_options_that_cannot_be_read(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+@pytest.mark.parametrize("words", [[], ["--world_size", "4"]])
+def test_more_ranks_than_gpus_are_refused(monkeypatch, words):
+    """Twice the fewest that the layout allows; the ranks that the file was made for are not doubled."""
     import torch
 
     from megaaccum.cli import verify
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="has 4 ranks, but this machine has 1 GPUs, one for each rank"):
-        verify.main(["configs/tiny_cpu.yaml", "--device", "gpu"])
+        verify.main(["configs/tiny_cpu.yaml", "--device", "gpu", *words])
 
 
 @pytest.mark.parametrize(

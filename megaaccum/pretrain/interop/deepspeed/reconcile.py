@@ -311,8 +311,7 @@ def _scheduler(reconciler: Reconciler, block: dict[str, Any]) -> None:
     """Reconcile the scheduler: DeepSpeed's schedulers with a linear warm-up are Megatron's constant, linear and cosine
     decay."""
     kind = str(block.get("type", ""))
-    style = _DECAY_STYLES.get(kind.lower())
-    if style is None:
+    if (style := _DECAY_STYLES.get(kind.lower())) is None:
         reconciler.refuse("scheduler.type", kind or "(missing)", _NO_SCHEDULER)
         return
     reconciler.same("scheduler.type", style, "lr_decay_style")

@@ -210,19 +210,8 @@ def _tokenizer(given: ParsedFlags, reading: Reading) -> None:
         return  # a Hugging Face tokenizer with a chat template
     if kind in ("NullTokenizer", "NullMultimodalTokenizer") and given.args.vocab_size is None:
         reading.problems.append(f"{given.written['tokenizer_type']} needs --vocab-size, the number of tokens.")
-    elif kind is not None and kind not in TOKENIZERS:
-        reading.problems.append(
-            f"{given.written['tokenizer_type']}: megaaccum reads {', '.join(TOKENIZERS)}; write one of them."
-        )
     elif kind is not None:
         reading.put("tokenizer_type", kind, given, "tokenizer_type")
-
-
-TOKENIZERS = (
-    "GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
-)  # fmt: skip
-"""Kinds of tokenizers whose vocabulary megaaccum can read."""
 
 
 def _data(given: ParsedFlags, reading: Reading) -> None:

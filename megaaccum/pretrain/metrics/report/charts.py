@@ -78,8 +78,7 @@ def grad_norm(run: Run, name: str) -> str:
     def draw(axes: Axes) -> None:
         steps, values = binned(run.train, "grad_norm")
         axes.plot(steps, values, color=COLOURS[0], linewidth=1.2)
-        skipped = [each["step"] for each in run.train if each.get("skipped")]
-        if skipped:
+        if skipped := [each["step"] for each in run.train if each.get("skipped")]:
             axes.plot(skipped, [0.02] * len(skipped), "x", color=COLOURS[3], transform=axes.get_xaxis_transform())
         if values and min(values) > 0:
             axes.set_yscale("log")
@@ -132,11 +131,11 @@ def _stacked(run: Run, name: str, label: str, names: Sequence[str], unit: float)
 def binned(records: Sequence[Record], key: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
     """Steps, and the values of `key` in `unit`; beyond POINTS steps each is the mean of a bin. Values that are not
     finite are left out; a step without the key counts as 0."""
-    values = [(each["step"], each.get(key, 0.0)) for each in records]
-    found = [(step, value / unit) for step, value in values if value is not None]
+    found = [each for each in records if each.get(key, 0.0) is not None]
+    steps, values = [each["step"] for each in found], [each.get(key, 0.0) / unit for each in found]
     size = max(1, -(-len(found) // POINTS))
-    bins = [found[at : at + size] for at in range(0, len(found), size)]
-    return [fmean(step for step, _ in each) for each in bins], [fmean(value for _, value in each) for each in bins]
+    bins = [slice(at, at + size) for at in range(0, len(found), size)]
+    return [fmean(steps[each]) for each in bins], [fmean(values[each]) for each in bins]
 
 
 # --- others ----------------------------------------------------------------------------------------------------------

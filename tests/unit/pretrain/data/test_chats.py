@@ -113,6 +113,14 @@ def test_a_content_of_parts_is_no_text_of_python(tmp_path):
     assert counted(tokenizer_of(tmp_path / "parts", of_parts), parts) == "cd<|im_end|>\n"
 
 
+def test_half_a_surrogate_pair_is_named_with_its_line(tmp_path):
+    """A tokenizer's own error is about its arguments."""
+    tokenizer = tokenizer_of(tmp_path)
+    for chat in ([TALK[0] | {"content": "\ud800"}, TALK[1]], [TALK[0], TALK[1] | {"content": "a\udc00"}]):
+        with pytest.raises(DataError, match="here: a message holds half a surrogate pair"):
+            tokenizer.encode(parse({"messages": chat}, "here"), "here", only_responses=True)
+
+
 def test_a_template_that_hides_responses_is_refused(tmp_path):
     tokenizer = tokenizer_of(tmp_path, ASIDE)
     with pytest.raises(DataError, match=r"here: the chat template writes message 2 in another way"):

@@ -9,6 +9,7 @@ import pytest
 
 from megaaccum.cli.convert import as_yaml
 from megaaccum.config import Config, Plan, resolve
+from megaaccum.config.batch import SIZES
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.keys import all_keys
 from megaaccum.errors import ConfigError
@@ -161,6 +162,16 @@ def test_auto_stays_in_a_file_that_is_written(tmp_path: Path) -> None:
     block = {"steps_per_print": 7, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     path.write_text(json.dumps({key: value for key, value in SMALL.items() if key != "bf16"} | {"deepspeed": block}))
     assert _written(load(path), tmp_path).deepspeed == block
+
+
+@pytest.mark.parametrize("size", [("global_batch_size", 8), ("global_batch_size", 32), ("micro_batch_size", 2)])
+def test_a_file_that_is_written_has_the_sizes_that_count(tmp_path: Path, size: tuple[str, int]) -> None:
+    """All four sizes of the file, with one of the command line between them, would contradict each other."""
+    path = tmp_path / "run.json"
+    four = {"micro_batch_size": 1, "pp_microbatches": 4, "grad_accum_steps": 2, "global_batch_size": 16}
+    path.write_text(json.dumps({key: value for key, value in SMALL.items() if key not in SIZES} | four))
+    config = load(path, [f"--{size[0]}", str(size[1])])
+    assert resolve(_written(config, tmp_path), world_size=2).batch == resolve(config, world_size=2).batch
 
 
 # --- batch -----------------------------------------------------------------------------------------------------------

@@ -103,6 +103,13 @@ def test_a_line_in_megatrons_spelling_that_megatron_refuses_is_not_read_with_our
     assert (own.batch.loss_norm, own.step.nonfinite) == ("token", "zero")
 
 
+def test_a_tokenizer_that_megatron_does_not_have_is_no_key_of_ours() -> None:
+    """Each flag has the name of a key, and the value was read as a tokenizers file's."""
+    for flag in ("--num-layers", "--num_layers"):
+        (problem,) = problems(None, [flag, "4", "--tokenizer-type", "NONSENSE"])[:1]
+        assert "tokenizer_type must be one of GPT2BPETokenizer, HuggingFaceTokenizer" in problem
+
+
 def test_values_that_megatron_does_not_read_are_those_of_our_keys() -> None:
     config = load(None, ["--num-layers", "4", "--bf16", "true"])
     assert (config.sharding.bf16, config.batch.loss_norm, config.step.nonfinite) == (True, "token", "zero")

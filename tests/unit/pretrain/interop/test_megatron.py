@@ -143,7 +143,7 @@ def test_a_flag_sets_its_key(text, expected):
         ("--optimizer muon --muon-scalar-optimizer lion", ["--muon-scalar-optimizer lion", "adam"]),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", ["2 blocks", "duplicated"]),
         ("--tokenizer-type NullTokenizer", ["needs --vocab-size"]),
-        ("--tokenizer-type BertWordPieceCase", ["megaaccum reads GPT2BPETokenizer"]),
+        ("--tokenizer-type BertWordPieceCase", ["tokenizer_type must be one of GPT2BPETokenizer"]),
         ("--deepspeed --num-experts 64 --moe-loss-coeff 0.01", ["DeepSpeed's own MoE layer"]),
         ("--use-distributed-optimizer --backend ddp --grad-accum-steps", ["needs a value"]),
         ("--lr-decay-tokens 640", ["--seq-length must be given to make samples"]),

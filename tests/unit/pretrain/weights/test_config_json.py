@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+from megaaccum.cli.config import as_yaml
 from megaaccum.config.schema.model import ModelConfig
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.weights import config_json
@@ -205,6 +206,14 @@ def test_older_files_say_rotation_and_experts_otherwise():
 def test_a_window_is_counted_as_megatron_does():
     found = config_json.keys_from(content_of("mistral") | {"sliding_window": 16})
     assert found["window_size"] == [15, 0]
+
+
+def test_a_window_that_no_row_fills_is_left_out_and_said_to_be(tmp_path):
+    longest = content_of("mistral")["max_position_embeddings"]
+    for window, lines in ((longest, 2), (longest - 1, 1), (None, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(content_of("mistral") | {"sliding_window": window}))
+        text = as_yaml(tmp_path)
+        assert (text.count("# "), "window_size" in text) == (lines, window == longest - 1)
 
 
 def test_windows_lie_in_the_layers_that_have_them():
