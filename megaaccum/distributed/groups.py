@@ -43,11 +43,13 @@ class Groups:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Context in which Megatron's parallel_state holds these groups, as parts of its models ask it and not the
-        collection. An engine's methods run in it, so engines of several layouts can live in one process."""
-        before = megatron.held_groups()
+        collection. An engine's methods run in it, so engines of several layouts can live in one process. It is not in
+        torch.inference_mode: no step could use the tensors that were made there."""
+        before, grads = megatron.held_groups(), torch.is_grad_enabled()
         megatron.hold_groups(self.held)
         try:
-            yield
+            with torch.inference_mode(False), torch.set_grad_enabled(grads):
+                yield
         finally:
             megatron.hold_groups(before)
 
@@ -237,15 +239,11 @@ class Mpu:
     """
 
     def __init__(self, groups: Groups):
-        for name, group in (
-            ("data_parallel", groups.dp_cp),
-            ("model_parallel", groups.collection.mp),
-            ("tensor_model_parallel", groups.tp),
-            ("pipeline_model_parallel", groups.pp),
-        ):
-            setattr(self, f"get_{name}_group", lambda group=group: group)
-            setattr(self, f"get_{name}_rank", group.rank)
-            setattr(self, f"get_{name}_world_size", group.size)
+        named = dict(data=groups.dp_cp, model=groups.collection.mp, tensor_model=groups.tp, pipeline_model=groups.pp)
+        for name, group in named.items():
+            setattr(self, f"get_{name}_parallel_group", lambda group=group: group)
+            setattr(self, f"get_{name}_parallel_rank", group.rank)
+            setattr(self, f"get_{name}_parallel_world_size", group.size)
 
 
 def all_like(members: list[int]) -> list[list[int]]:
