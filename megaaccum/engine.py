@@ -83,7 +83,7 @@ def initialize(
     start_together(plan)
     built = groups_of(plan, groups)
     chunks: list[torch.nn.Module] = [TorchChunk(model)] if isinstance(model, torch.nn.Module) else [*model]
-    with built.current():
+    with built.current(), torch.enable_grad():
         chunk_config.prepare_together(plan, built, chunks)
         by_pattern.freeze(plan, chunks)
         return Engine(plan, built, chunks, forward_step_func, optimizer=optimizer, reports=reports)
@@ -351,7 +351,7 @@ class Engine:
                 " of what is to be trained, and initialize another engine"
             )
         try:
-            with self.groups.current():
+            with self.groups.current(), torch.enable_grad():
                 yield
         except _HARMLESS:
             raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaaccum.config import RankLayout
 from megaaccum.distributed.agreement import numbers_of_all
 from megaaccum.platform import cpu
-from megaaccum.upstream import megatron
+from megaaccum.upstream import megatron, pytorch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,13 @@ class Groups:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Context in which Megatron's parallel_state holds these groups, as parts of its models ask it and not the
-        collection. An engine's methods run in it, so engines of several layouts can live in one process."""
-        before = megatron.held_groups()
+        collection. An engine's methods run in it, so engines of several layouts can live in one process. It is not in
+        torch.inference_mode: no step could use the tensors that were made there."""
+        before, grads = megatron.held_groups(), torch.is_grad_enabled()
         megatron.hold_groups(self.held)
         try:
-            yield
+            with torch.inference_mode(False), torch.set_grad_enabled(grads):
+                yield
         finally:
             megatron.hold_groups(before)
 
@@ -128,10 +130,8 @@ class Groups:
     def seated(self, chunk: int) -> Iterator[None]:
         """Context in which to build this chunk: Megatron's prediction layers ask parallel_state, not the collection,
         for their rank in the pipeline."""
-        if self.layout.placement != "v":
-            yield
-            return
-        parallel_state.set_pipeline_model_parallel_rank(self.stage(chunk) % self.pp.size())
+        in_a_v = self.layout.placement == "v"
+        parallel_state.set_pipeline_model_parallel_rank(self.stage(chunk) % self.pp.size() if in_a_v else None)
         try:
             yield
         finally:
@@ -156,34 +156,39 @@ def build(layout: RankLayout, *, timeout_minutes: float) -> Groups:
     """Build all process groups of `layout` (collective over the world; torch.distributed has to be initialised).
 
     tp, cp, ep, dp and pp ranks are ordered as Megatron's default: tp innermost, pp outermost. Megatron's parallel_state
-    then holds these; groups of another layout that it held stay usable in their `current`.
+    then holds these; groups of another layout that it held stay usable in their `current`. A layout has the groups that
+    were built for its sizes earlier: each holds threads, or a communicator, until the process ends.
     """
-    megatron.hold_groups({})
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=timeout_minutes,  # a timedelta takes a float too
-        create_gloo_process_groups=False,
-        # A product that is launched first would hold up an all-reduce in a queue of its own until its last block.
-        high_priority_stream_groups=["tp"] if layout.tp > 1 and cpu.has_accelerator() else None,
-    )
-    built = Groups(layout=layout, collection=default_collection(), timeout_minutes=timeout_minutes)
-    _built.append(built)
-    return built
+    if any(world is not dist.group.WORLD for world, *_ in _built):
+        destroy()  # torch.distributed was left, and started again
+    key = dist.group.WORLD, replace(layout, schedule="", placement="loop"), timeout_minutes
+    if (built := _built.get(key)) is None:
+        megatron.hold_groups({})
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=timeout_minutes,  # a timedelta takes a float too
+            create_gloo_process_groups=False,
+            # A product that is launched first would hold up an all-reduce in a queue of its own until its last block.
+            high_priority_stream_groups=["tp"] if layout.tp > 1 and cpu.has_accelerator() else None,
+        )
+        built = _built[key] = Groups(layout=layout, collection=default_collection(), timeout_minutes=timeout_minutes)
+    megatron.hold_groups(built.held)
+    return built if built.layout == layout else replace(built, layout=layout)
 
 
-_built: list[Groups] = []
-"""The groups that `build` made in this process, since `destroy`."""
+_built: dict[tuple[dist.ProcessGroup | None, RankLayout, float], Groups] = {}
+"""The groups that `build` made in this process, since `destroy`, by the world, the sizes of a layout and a timeout."""
 
 
-def built_in_parallel_state() -> Groups | None:
-    """The groups that Megatron's parallel_state holds, if `build` made them, else None."""
+def are_in_parallel_state() -> bool:
+    """Whether `build` made the groups that Megatron's parallel_state holds."""
     group = parallel_state.get_model_parallel_group(check_initialized=False)
-    return next((each for each in _built if each.collection.mp is group), None)
+    return any(each.collection.mp is group for each in _built.values())
 
 
 def for_background(timeout_minutes: float) -> dist.ProcessGroup:
@@ -195,24 +200,16 @@ def for_background(timeout_minutes: float) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes)))
 
 
-def default_collection() -> ProcessGroupCollection:
-    """The groups that Megatron's parallel_state holds, for callers that pass none (Megatron's own training scripts)."""
-    return ProcessGroupCollection.use_mpu_process_groups()
+default_collection = ProcessGroupCollection.use_mpu_process_groups
+"""The groups that Megatron's parallel_state holds, for callers that pass none (Megatron's own training scripts)."""
 
 
 def share_reports(reports: Sequence[Any], pp: dist.ProcessGroup, source: int) -> list[Any]:
     """The reports of loss functions that rank `source` of a pipeline has, on all its ranks, tensors on their devices.
     Collective over the pipeline."""
-    sent = [[_on(torch.device("cpu"), each) for each in reports]]
+    sent = [pytorch.on_device([*reports], torch.device("cpu"))]
     dist.broadcast_object_list(sent, group=pp, group_src=source)
-    return [_on(cpu.device(), each) for each in sent[0]]
-
-
-def _on(device: torch.device, report: Any) -> Any:
-    """A report with its tensors on `device`."""
-    if isinstance(report, dict):
-        return {name: _on(device, each) for name, each in report.items()}
-    return report.to(device) if isinstance(report, torch.Tensor) else report
+    return cast("list[Any]", pytorch.on_device(sent[0], cpu.device()))
 
 
 def carries_by_nccl(group: dist.ProcessGroup) -> bool:
@@ -229,6 +226,7 @@ def destroy() -> None:
 
     parallel_state.destroy_model_parallel()
     _built.clear()
+    replica_mesh.cache_clear()
     destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker.clear()
 
@@ -241,15 +239,11 @@ class Mpu:
     """
 
     def __init__(self, groups: Groups):
-        for name, group in (
-            ("data_parallel", groups.dp_cp),
-            ("model_parallel", groups.collection.mp),
-            ("tensor_model_parallel", groups.tp),
-            ("pipeline_model_parallel", groups.pp),
-        ):
-            setattr(self, f"get_{name}_group", lambda group=group: group)
-            setattr(self, f"get_{name}_rank", group.rank)
-            setattr(self, f"get_{name}_world_size", group.size)
+        named = dict(data=groups.dp_cp, model=groups.collection.mp, tensor_model=groups.tp, pipeline_model=groups.pp)
+        for name, group in named.items():
+            setattr(self, f"get_{name}_parallel_group", lambda group=group: group)
+            setattr(self, f"get_{name}_parallel_rank", group.rank)
+            setattr(self, f"get_{name}_parallel_world_size", group.size)
 
 
 def all_like(members: list[int]) -> list[list[int]]:

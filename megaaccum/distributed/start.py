@@ -98,13 +98,11 @@ def build_groups(plan: Plan) -> Groups:
 
 
 def groups_of(plan: Plan, given: Groups | ProcessGroupCollection | None) -> Groups:
-    """The groups that a user gave; None: those of `parallel_state`, built from the plan if it has none or has those of
-    another plan. Collective over the world. Raises ConfigError on every rank for a collection that lacks some."""
+    """The groups that a user gave; None: those that a user made in `parallel_state`, else those of the plan. Collective
+    over the world. Raises ConfigError on every rank for a collection that lacks some."""
     if isinstance(given, Groups):
         return given
-    ours = groups.built_in_parallel_state()
-    is_of_another = ours is not None and ours.layout != plan.layout
-    if given is None and (is_of_another or not parallel_state.model_parallel_is_initialized()):
+    if given is None and (groups.are_in_parallel_state() or not parallel_state.model_parallel_is_initialized()):
         return build_groups(plan)
     return raise_on_all_ranks(_checked, plan, groups.default_collection() if given is None else given)
 

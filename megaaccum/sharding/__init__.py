@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -36,8 +36,9 @@ __all__ = ["DRIVEN", "GradShard", "ShardingBackend", "build", "fill_hooks"]
 
 _END = "the end"
 
-DRIVEN: WeakSet[torch.nn.Module] = WeakSet()
-"""Modules with parameters that a backend drives: its hooks and partitions stay on them."""
+DRIVEN: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Modules with parameters that a backend drives, and trained parameters as they were given, by identity: its hooks and
+partitions stay on them."""
 
 
 def build(
@@ -45,6 +46,7 @@ def build(
 ) -> ShardingBackend:
     """The backend that `plan.config.sharding.backend` names, its hooks filled into the chunks' configuration."""
     kind = _kind(plan)
+    trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
     for chunk in chunks:
         # Schedules and Megatron's DDP then divide nothing: Divisor does. Without it every gradient is 1 / N of its own.
         chunk.config.calculate_per_token_loss = True  # type: ignore[union-attr]
@@ -62,7 +64,8 @@ def build(
     fill_hooks(backend, chunks)
     if streamed := backend.streamed_modules():
         backend.observers = [_EveryModule(chunks, streamed)]
-    DRIVEN.update(module for chunk in chunks for module in chunk.modules() if module._parameters)
+    modules = (module for chunk in chunks for module in chunk.modules() if module._parameters)
+    DRIVEN.update({id(each): each for each in (*trained, *modules)})
     optimizer.register_step_pre_hook(lambda *_: backend.memory.measure(backend.tensors))
     return backend
 

@@ -72,6 +72,7 @@ class MegatronBackend(AccumulatingBackend):
                 data_parallel_group_idx=0,
                 distributed_optimizer_instance_id=0,
             )
+        megatron.detach_masters(self.optimizer)
         order = order_of(plan, groups.dp_cp)
         if self.sums.in_one_order and order is not None:
             # After the optimizer, which sets it too.

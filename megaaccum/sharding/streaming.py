@@ -155,6 +155,7 @@ class StreamingBackend(DeepSpeedBackend):
     def _before_forward(self, unit: Unit) -> None:
         if self._recomputes_itself(unit):
             return
+        torch.clear_autocast_cache()  # of another micro-batch, whose backward would not be this one's
         recomputes = pytorch.in_backward()
         if not (recomputes and self._awaits_gradients()):
             self._end_backward()

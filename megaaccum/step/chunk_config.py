@@ -42,7 +42,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
             " for chunks of your own (`megaaccum schedule --schedule auto --profile FILE` ranks them), or leave it"
             f" out for {plan.layout.schedule}"
         )
-    if any(module in DRIVEN for chunk in chunks for module in chunk.modules()):
+    if any(id(each) in DRIVEN for chunk in chunks for each in (*chunk.modules(), *chunk.parameters())):
         raise ConfigError(
             "the model, or a part of it, is another engine's already, whose hooks and partitions stay on it: build the"
             " model again, or use that engine"

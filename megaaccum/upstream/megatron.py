@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -64,9 +63,8 @@ def _names_of_groups() -> tuple[str, ...]:
 
 def hold_groups(held: Mapping[str, Any]) -> None:
     """Let Megatron's parallel_state hold what `held_groups` returned earlier; nothing at all if that is empty."""
-    if not held:
-        held = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
-    vars(parallel_state).update(held)
+    empty: dict[str, Any] = {name: {} if isinstance(value, dict) else None for name, value in held_groups().items()}
+    vars(parallel_state).update(held or empty)
 
 
 def is_parallel_linear(module: torch.nn.Module) -> bool:
@@ -282,19 +280,25 @@ def state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     return views(optimizer.optimizer, share, moments(optimizer.optimizer, param))
 
 
+def detach_masters(optimizer: Any) -> None:
+    """Make leaves of FP32 masters, over the same memory. Megatron's are views of the parameters (megatron-core 0.19),
+    whose graph would hold the hooks of its DDP in C++, and with them the model until the process ends."""
+    for group, masters in zip(optimizer.optimizer.param_groups, optimizer.shard_fp32_groups, strict=True):
+        for number, view in enumerate(masters):
+            masters[number] = group["params"][number] = view.detach().requires_grad_()
+            vars(masters[number]).update(vars(view))
+
+
 def tensors(optimizer: Any) -> dict[str, Iterable[torch.Tensor]]:
     """Tensors that Megatron's DDPs and distributed optimizer hold now, by kind. FP32 masters are views of the
     parameters' buffer; 16-bit models have masters, and gradients for them, of their own."""
     buffers = [buffer for ddp in optimizer.model_chunks for buffer in ddp.buffers + ddp.expert_parallel_buffers]
     params = [param for ddp in optimizer.model_chunks for param in ddp.parameters()]
     masters = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
-    with warnings.catch_warnings():  # a view of the buffer is no leaf, and may have no gradient yet
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        gradients = [master.grad for master in masters if master.grad is not None]
     return {
         "parameters_whole": [*params, *(b.param_data for b in buffers if b.param_data is not None)],
         "gradients_whole": [b.grad_data for b in buffers] + [p.grad for p in params if p.grad is not None],
-        "gradients_shard": gradients,
+        "gradients_shard": [master.grad for master in masters if master.grad is not None],
         "optimizer": [*masters, *optimizer_tensors(optimizer.optimizer)],
     }
 

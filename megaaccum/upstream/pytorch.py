@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from megaaccum.upstream.lookup import pickled
 
@@ -22,6 +23,11 @@ CHECKPOINT_METADATA_CLASSES = pickled("checkpoint_metadata")
 CHECKPOINT_PLAN_CLASSES = pickled("checkpoint_plan")
 """(module, name) of the classes in the `.metadata` of a checkpoint of plain tensors (torch 2.13), beside dtypes, and of
 those that Megatron's hold besides."""
+
+
+def on_device(found: Any, device: torch.device) -> Any:
+    """Lists, dicts and tuples with their tensors on `device`."""
+    return tree_map_only(torch.Tensor, lambda each: each.to(device), found)
 
 
 def compile_nothing_of(*packages: str) -> None:

@@ -3,6 +3,7 @@ reductions are for another one."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,3 +131,86 @@ def test_changes_that_no_optimizer_sees_are_refused(evaluated):
             texts = {backend: found.get((change.__name__, backend), words) for backend in BACKENDS}
             assert all(words in text for text in texts.values()), (change, texts)
         assert {found["with_a_frozen_teacher", backend] for backend in BACKENDS} == {""}
+
+
+def in_modes(mode: str) -> dict[str, bool]:
+    """Whether an engine has the same weights inside a mode of torch's as outside, by backend."""
+    import torch
+
+    makes = nullcontext if mode == "inference_mode" else getattr(torch, mode)  # torch uses no tensors made in that one
+
+    def weights(sharding: Any, around: Any, makes: Any) -> dict[str, Any]:
+        with makes():
+            _, engine = made(sharding)
+        with around():
+            engine.load_weights(dict(engine.whole_weights()))
+            loss, _ = engine.evaluate(batches(1))
+        with makes():
+            engine.train_step(batches(1))
+        return dict(engine.whole_weights(), loss=torch.tensor(loss))
+
+    found = {}
+    for backend, sharding in BACKENDS.items():
+        due = weights(sharding, nullcontext, nullcontext)
+        there = weights(sharding, getattr(torch, mode), makes)
+        found[backend] = all(torch.equal(there[name], due[name]) for name in due)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_the_mode_of_a_caller_is_not_the_steps(mode):
+    """Without gradients Megatron's schedules run no backward, and the step would be one of zeros."""
+    for found in run_ranks(in_modes, 2, mode, timeout=120):
+        assert found == dict.fromkeys(BACKENDS, True)
+
+
+def autocast_inside(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16):
+        return forward_step(data_iterator, chunk)
+
+
+def of_autocast() -> bool:
+    """Whether a streamed step in torch.autocast has the weights of one whose forwards are in it one by one."""
+    import torch
+
+    found = []
+    for around in (True, False):
+        _, engine = made(BACKENDS["zero-3 streaming"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            engine.forward_backward(batches(1), forward_step_func=forward_step if around else autocast_inside)
+        engine.optim_step()
+        found.append(dict(engine.whole_weights()))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_streamed_weight_is_not_one_that_autocast_has_kept():
+    assert run_ranks(of_autocast, 2, timeout=60) == [True, True]
+
+
+def with_a_weight_of_another() -> list[str]:
+    """The error of an engine over a model that shares one trained parameter with another's, by backend."""
+    import torch
+
+    from megaaccum import Plan, initialize
+    from megaaccum.errors import ConfigError
+
+    found = []
+    for sharding in BACKENDS.values():
+        model, other = (torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)) for _ in range(2))
+        other[0].weight = model[0].weight
+        plan = Plan.of(
+            batch=dict(micro_batch_size=4, seq_length=1, grad_accum_steps=2), sharding=sharding, world_size=2
+        )
+        initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+        with pytest.raises(ConfigError) as caught:
+            initialize(plan, other, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+        found.append(str(caught.value))
+    return found
+
+
+def test_two_engines_share_no_trained_parameter():
+    """The hooks of both would be on it."""
+    for found in run_ranks(with_a_weight_of_another, 2, timeout=60):
+        assert all("another engine's already" in text for text in found), found

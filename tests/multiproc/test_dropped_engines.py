@@ -1,8 +1,9 @@
-"""An engine that is dropped gives its memory back, but for Megatron's FP32 shards, also after a step that failed."""
+"""An engine that is dropped gives its memory back, also after a step that failed."""
 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -55,8 +56,6 @@ def test_a_dropped_engine_gives_its_memory_back(keys, fails):
     flags = [f"{backend}{KEYS[keys]}--pp_microbatches 4 " for backend in BACKENDS.values()]
     if keys == "in one order":
         flags = [each for each in flags if "fsdp2 --sync" not in each]  # refused on one rank
-    if keys != "bf16":  # graphs of FP32 shards hold Megatron's
-        flags = [each for each in flags if "megatron" not in each]
     if keys in ("noise scale", "muon"):
         flags = [each for each in flags if "streaming" not in each and "stage 2" not in each]
     assert run_ranks(kept, 1, [Case(1, each, "--num_layers 2 ") for each in flags], fails)[0] == [[]] * len(flags)
@@ -95,3 +94,42 @@ def test_a_model_that_is_only_evaluated_keeps_no_record_of_its_forwards():
     """FSDP2 notes the forward of each layer and micro-batch for a backward: a reference model held ever more."""
     flags = [f"--backend fsdp2 --sync {sync} --pp_microbatches 4 " for sync in ("resident", "streaming")]
     assert run_ranks(noted_forwards, 2, [Case(2, each, "--num_layers 2 ") for each in flags]) == [[0, 0]] * 2
+
+
+def layouts_in_turns(stages: list[int], folder: str | None = None) -> list[tuple[int, float]]:
+    """(threads of this process, loss) after a step of an engine of each number of stages, one after the other. folder:
+    torch.distributed is left and started again before each."""
+    import torch
+    import torch.distributed as dist
+
+    from megaaccum import Plan, initialize
+    from tests.multiproc.test_engine_inputs import batches, chunk_of, forward_step
+
+    rank, world_size, found = dist.get_rank(), dist.get_world_size(), []
+    for number, pp in enumerate(stages):
+        if folder is not None:
+            dist.destroy_process_group()
+            store = f"file://{folder}/{number}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        batch = dict(micro_batch_size=1, seq_length=16, pp_microbatches=4)
+        plan = Plan.of(layout=dict(pp=pp), batch=batch, sharding=dict(zero_stage=1), world_size=world_size)
+        chunks = [chunk_of(stage, pp) for stage in plan.layout.stages(rank)]
+        engine = initialize(plan, chunks, forward_step_func=forward_step, optimizer=torch.optim.AdamW)
+        torch.manual_seed(0)
+        loss = engine.train_step(batches()).loss
+        del engine, chunks
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), loss))
+    return found
+
+
+def test_a_layout_has_the_groups_that_were_built_for_it_before():
+    """An engine has 20, of two threads each with gloo."""
+    for one, two, *more in run_ranks(layouts_in_turns, 2, [1, 2] * 3):
+        assert more == [(two[0], loss) for loss in (one[1], two[1]) * 2]
+
+
+def test_groups_end_with_the_world(tmp_path):
+    """A notebook that leaves torch.distributed and starts it again: Megatron's parallel_state holds what was before."""
+    for *_, one, other in run_ranks(layouts_in_turns, 2, [2, 1, 1, 1], str(tmp_path)):
+        assert one == other

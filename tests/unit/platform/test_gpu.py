@@ -80,13 +80,13 @@ def test_all_reduces_of_tp_come_before_the_blocks_of_a_product(on_gpu, tp, expec
     """In a queue of its own an all-reduce that is launched after a product would wait for its last block; one queue
     (CUDA_DEVICE_MAX_CONNECTIONS=1), by which Megatron orders them, is too few for receives that wait."""
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
+    groups.destroy()
     asked: dict[str, object] = {}
     monkeypatch.setattr(cpu, "has_accelerator", lambda: on_gpu)
     monkeypatch.setattr(groups.megatron, "hold_groups", lambda held: None)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda **keys: asked.update(keys))
-    monkeypatch.setattr(ProcessGroupCollection, "use_mpu_process_groups", lambda: SimpleNamespace(mp=object()))
+    monkeypatch.setattr(groups, "default_collection", lambda: SimpleNamespace(mp=object()))
     groups.build(configs.plan(2, tensor_model_parallel_size=tp).layout, timeout_minutes=1)
     assert asked["high_priority_stream_groups"] == expected
 
