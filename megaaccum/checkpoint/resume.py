@@ -60,8 +60,7 @@ def check_differences(
 ) -> list[str]:
     """Describe the differences of a checkpoint from the configuration, all of which `override` permits. differing:
     {name for `override`: {difference: remedy}}. Raises CheckpointError, naming all that it does not permit."""
-    refused = [name for name, texts in differing.items() if texts and name not in override]
-    if refused:
+    if refused := [name for name, texts in differing.items() if texts and name not in override]:
         texts = [f"{text}; {remedy}" for name in refused for text, remedy in differing[name].items()]
         names = ",".join(refused) + (" (to muon and soap), or no_load_optim to true" if "optimizer" in refused else "")
         raise CheckpointError("\n".join([f"{checkpoint} is of another run:", *texts, f"or set override to {names}"]))

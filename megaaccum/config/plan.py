@@ -152,8 +152,7 @@ class Plan:
         # Not self.ramp: that may be of a checkpoint that then proved damaged, or of an earlier load.
         ramp = build_ramp(self.config.batch, self.batch, self.config.run.train_iters, broken, [])
         intervals = saved.get("intervals", ramp.intervals)
-        differing = self.ramp_differences(saved)
-        if differing and "batch" not in self.config.run.override:
+        if (differing := self.ramp_differences(saved)) and "batch" not in self.config.run.override:
             texts = [f"{text}; {remedy}" for text, remedy in differing.items()]
             raise ConfigError([*texts, "or set override to batch, or no_load to true to start afresh."])
         if [*map(tuple, intervals)] != [*ramp.intervals]:

@@ -100,8 +100,7 @@ class Source:
 
     def put(self, written: str, value: object, place: str, section: str | None = None) -> None:
         """Store the value under the key that `written` names; a repeated key is a problem."""
-        name = canonical(written)
-        if name is None:
+        if (name := canonical(written)) is None:
             self.put_unknown(Unknown(written, value, place, section))
         elif name in self.values and not (self.name == COMMAND_LINE and place.startswith("--")):
             first = self.places[name]

@@ -44,8 +44,7 @@ def post_sums(
 
 def _in_a_row(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """`parts` as one row on `device`: a copy for all that lie elsewhere, for which the host need not wait."""
-    elsewhere = [part.reshape(-1) for part in parts if part.device.type != device.type]
-    if elsewhere:
+    if elsewhere := [part.reshape(-1) for part in parts if part.device.type != device.type]:
         row = torch.cat(elsewhere)
         moved = row.to(device) if device.type == "cpu" else cpu.to_device(row)
         coming = iter(moved.split([part.numel() for part in elsewhere]))

@@ -29,8 +29,7 @@ def begin_step(chunks: Sequence[torch.nn.Module]) -> None:
 def update_bias(chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
     """Move each expert's bias by its tokens in this step, summed over tp x dp x cp: every rank of a stage computes the
     same bias. Collective over that group. Call it for a step that counts; a skipped one leaves the bias."""
-    routers = [router for chunk in chunks for router in _routers(chunk)]
-    if not routers:
+    if not (routers := [router for chunk in chunks for router in _routers(chunk)]):
         return
     config: Any = chunks[0].config
     updated = get_updated_expert_bias(

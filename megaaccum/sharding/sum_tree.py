@@ -340,8 +340,7 @@ class MicrobatchSums(AnyOrder):
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""
         self._done.add(id(param))
-        tree = self._trees.pop(id(param), None)
-        if tree is None:
+        if (tree := self._trees.pop(id(param), None)) is None:
             return None
         first, *others = tree.totals()
         if others:

@@ -477,8 +477,7 @@ class TrainStep:
     def batch_of(self, data: Any, forward_step_func: ForwardStepFunc | None = None, **known: Any) -> Microbatches:
         """`data` as the step takes it. known: count, weights, expected, lengths (`read_batch`). Raises ConfigError for
         what is missing, and for a number of micro-batches that Megatron's interleaved schedule would refuse."""
-        function = forward_step_func or self.forward_step_func
-        if function is None:
+        if (function := forward_step_func or self.forward_step_func) is None:
             raise ConfigError("no forward_step_func: give one to initialize, or with the call")
         first = 0 if self.opened is None else self.opened.num_microbatches
         batch = read_batch(function, data, self.batch, first=first, **known)

@@ -130,8 +130,7 @@ def unfit_for_fusion(sharding: ShardingConfig, schedule: str) -> str | None:
         "cold_expert_offload is true": sharding.cold_expert_offload,
         f"grad_accum_dtype is {sharding.grad_accum_dtype}": sharding.grad_accum_dtype != "fp32",
     }
-    found = [what for what, is_so in others.items() if is_so]
-    if not found:
+    if not (found := [what for what, is_so in others.items() if is_so]):
         return None
     return (
         "gradient_accumulation_fusion adds weight gradients to one FP32 sum for all micro-batches, which backends"
