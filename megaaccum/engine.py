@@ -38,7 +38,7 @@ from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
 from megaaccum.optim.lr_schedule import LrSchedule
 from megaaccum.step import chunk_config, evaluation
-from megaaccum.step.loss import ForwardStepFunc, Reports
+from megaaccum.step.loss import ForwardStepFunc, ReportReducer, Reports
 from megaaccum.step.recovery import Attempt
 from megaaccum.step.result import StepResult
 from megaaccum.step.speculation import SpeculativeTrainStep
@@ -125,7 +125,7 @@ class Engine:
         optimizer: OptimizerFactory | None = None,
         reports: Mapping[str, str] | None = None,
     ):
-        self.groups, self.chunks = groups, chunks
+        self.groups, self.chunks, reducer = groups, chunks, ReportReducer(reports)
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
         self._dtypes = {name: param.dtype for name, param in names.named_parameters(chunks)}
@@ -140,7 +140,7 @@ class Engine:
         if self.backend.matrices is not None:
             self.print(self.backend.matrices.summary)
         kind = SpeculativeTrainStep if plan.config.step.speculative_step else TrainStep
-        self.train_steps = kind(plan, groups, chunks, self.backend, forward_step_func, reports=reports)
+        self.train_steps = kind(plan, groups, chunks, self.backend, forward_step_func, reports=reducer)
         self._begin_at_zero(plan)
         self.verified = ""
         """The layout in which this run's step was verified at its start (lab/verification/at_start.py)."""

@@ -152,8 +152,7 @@ def _device_problems(keys: BatchConfig) -> Iterator[str]:
 
 def _global_problems(keys: BatchConfig, dp: int) -> Iterator[str]:
     """The rule on global_batch_size that a sound device batch breaks."""
-    whole = keys.global_batch_size
-    if whole is None:
+    if (whole := keys.global_batch_size) is None:
         return
     inner = ("micro_batch_size", "pp_microbatches") if keys.device_batch_size is None else ("device_batch_size",)
     factors = {name: getattr(keys, name) for name in (*inner, "grad_accum_steps")} | {"data_parallel_size": dp}

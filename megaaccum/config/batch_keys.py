@@ -83,10 +83,8 @@ def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
     places = (COMMAND_LINE, origin.get("total_batch_size"))
     known: dict[str, int] = {name: size for name, size in sizes.items() if origin.get(name) in places}
     parts = ("device_batch_size",) if "device_batch_size" in known else ("micro_batch_size", "pp_microbatches")
-    factors = {name: known[name] for name in parts if name in known} | {
-        "seq_length": seq_length,
-        "data_parallel_size": dp,
-    }
+    factors = {name: known[name] for name in parts if name in known}
+    factors |= {"seq_length": seq_length, "data_parallel_size": dp}
     unit = math.prod(factors.values())
     if total % unit:
         raise ConfigError(

@@ -153,8 +153,7 @@ class StreamedReduceScatter(ReduceScatter):
         self._tree = self._tree or SumTree(self._sums.count * group.size())
         for rank, row in enumerate(rows):
             is_last = self._tree.add(self._place(self._sums.of_backward, rank), row, lent=True)
-        total = self._tree.total() if is_last else None
-        if total is None:
+        if (total := self._tree.total() if is_last else None) is None:
             out.zero_()
             return
         self._tree = None

@@ -27,7 +27,7 @@ import torch
 from megaaccum.config import Plan
 from megaaccum.distributed.agreement import gathered
 from megaaccum.distributed.groups import Groups
-from megaaccum.errors import StepError
+from megaaccum.errors import ConfigError, StepError
 from megaaccum.platform import cpu
 
 Reports = dict[str, torch.Tensor]
@@ -172,7 +172,7 @@ class ReportReducer:
     def __init__(self, how: Mapping[str, str] | None = None):
         self._how = dict(how or {})
         if wrong := {name: each for name, each in self._how.items() if each not in ("sum", "mean", "microbatch")}:
-            raise StepError(f"reports are reduced by sum, mean or microbatch, not {wrong}")
+            raise ConfigError(f"reports are reduced by sum, mean or microbatch, not {wrong}")
         self._names: list[str] = []
 
     def unknown_names(self, tally: Tally) -> torch.Tensor:

@@ -154,7 +154,7 @@ def read_batch(
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]
     if weights is None and listed and hasattr(function, "weights"):
-        weights = function.weights(data)
+        weights = _told(function.weights, data)
     if weights is not None:
         weights = [float(each) for each in (weights.flatten() if hasattr(weights, "flatten") else weights)]
         if not all(0.0 <= weight < float("inf") for weight in weights):
@@ -169,10 +169,18 @@ def read_batch(
         first=first,
         tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
         weights=weights,
-        token_weights=function.token_weights(data) if listed and hasattr(function, "token_weights") else None,
+        token_weights=_told(function.token_weights, data) if listed and hasattr(function, "token_weights") else None,
         expected=None if expected is None else float(expected),
         lengths=lengths,
     )
+
+
+def _told(method: Callable[[Any], Any], data: Any) -> Any:
+    """What a method of the user's forward step function says of the micro-batches, on some ranks perhaps an error."""
+    try:
+        return method(data)
+    except Exception as error:
+        raise ConfigError(f"{method.__name__} of the forward step function raises {error!r}") from error
 
 
 def are_iterators(data: Sequence[Any]) -> bool:

@@ -99,8 +99,7 @@ class Recovery:
         if attempt.is_empty:
             return replace(attempt, skip=True, bad=True, note="every token of the step is masked")
         if attempt.is_finite and not attempt.num_zeroed:
-            alarm = self._guard.judge(attempt.norm)
-            if not alarm:
+            if not (alarm := self._guard.judge(attempt.norm)):
                 return attempt
             if self._guard.action == "stop":
                 raise StepError(f"step {step}: {alarm}. Set grad_norm_guard to warn or skip to go on.")

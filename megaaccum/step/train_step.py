@@ -8,7 +8,7 @@ that run the schedule themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ class TrainStep:
 
     Args:
         forward_step_func: of micro-batches that a call brings without one.
-        reports: how each report is reduced (ReportReducer).
+        reports: reduces the reports of loss functions; default: as ReportReducer does by itself.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TrainStep:
         backend: ShardingBackend,
         forward_step_func: ForwardStepFunc | None = None,
         *,
-        reports: Mapping[str, str] | None = None,
+        reports: ReportReducer | None = None,
     ):
         self.plan, self.groups, self.chunks, self.backend = plan, groups, chunks, backend
         self.forward_step_func = forward_step_func
@@ -85,7 +85,7 @@ class TrainStep:
             self.schedule.prepare(plan.ramp.flush_sizes(), groups.pp, len(chunks))
         self.p2p = traced(P2PCommunicator(pp_group=groups.pp, config=chunks[0].config), self.observer.trace)
         self.digest = plan.digest()
-        self.reports = ReportReducer(reports)
+        self.reports = reports or ReportReducer()
         self.seeds = SampleSeeds(plan, groups, chunks)
         self.side_losses = SideLosses(chunks)
         self._experts = ExpertCounter(plan, chunks)

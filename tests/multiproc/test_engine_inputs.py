@@ -200,6 +200,15 @@ def with_momentum(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def other_reports() -> str:
+    """A word that is none, and then again without it, with the same model."""
+    import torch
+
+    chunk = chunk_of(torch.distributed.get_rank())
+    found = said(lambda: engine(lambda rank: chunk, reports={"a": "average"}))
+    return f"{found}, then nothing" if not said(lambda: engine(lambda rank: chunk)) else found
+
+
 def wrong_models() -> dict[str, str]:
     import torch
 
@@ -232,6 +241,7 @@ def wrong_models() -> dict[str, str]:
         "names of a tied pair": said(lambda: engine(lambda rank: tied(rank, "in.", "out."))),
         "weights of a tied pair": said(lambda: engine(lambda rank: tied(rank, weights_of=1))),
         "names in a loop": said(lambda: in_a_loop(of_no_stage)),
+        "reports": other_reports(),
         "groups": other_groups(),
     }
 
@@ -263,6 +273,7 @@ MODELS = {
     "no optimizer": "the plan has no lr: give initialize an optimizer",
     "an optimizer": "optimizer is the class SGD, or a function of a list of parameters",
     "no plan": "a plan is made by Plan.of(...) or Plan.load(FILE), but a str was given",
+    "reports": "ConfigError: reports are reduced by sum, mean or microbatch, not {'a': 'average'}, then nothing",
     "groups": "the pp group has 1 ranks, but the plan says 2",
 }
 
@@ -406,6 +417,20 @@ def dying(*args, **keys):
     return Dying(*args, **keys)
 
 
+class Counting:
+    """A forward step function that looks for a mask, which rank 1 has not got."""
+
+    def __call__(self, data_iterator, chunk):
+        return forward_step(data_iterator, chunk)
+
+    def weights(self, microbatches):
+        import torch
+
+        if torch.distributed.get_rank():
+            raise KeyError("mask")
+        return [4.0] * len(microbatches)
+
+
 def wrong_calls() -> dict[str, str]:
     import torch
 
@@ -428,6 +453,8 @@ def wrong_calls() -> dict[str, str]:
         seen[f"{name} total"] = said(
             lambda made=made, numbers=numbers: made.forward_backward(batches(2), total_weight=numbers[1])
         )
+    made = engine(forward_step_func=Counting())
+    seen["a method that fails"] = said(lambda: made.train_step(batches()))
     made = engine()
     seen["iterator"] = said(lambda: made.forward_backward(iter(batches(2))))
     given = batches(2)
@@ -483,6 +510,7 @@ CALLS = {
     "totals": "ranks disagree about total_weight",
     "negative weights": "rank 1: weights has one that is negative or not finite: [1.0, -1.0]",
     "nan weights": "rank 1: weights has one that is negative or not finite: [1.0, nan]",
+    "a method that fails": "rank 1: weights of the forward step function raises KeyError('mask')",
     "negative total": "total_weight is -1.0: give the sum of all weights, finite and not negative",
     "nan total": "total_weight is nan: give the sum of all weights, finite and not negative",
     "iterator": "data comes from an iterator: give num_microbatches with it",
