@@ -64,15 +64,15 @@ def test_a_batch_job_that_is_stopped_goes_back_into_the_queue_and_resumes(tmp_pa
     said, _ = first.communicate(timeout=120)
     assert first.returncode == 0, said
     step = len(losses(tmp_path))
-    assert words(said)[:5] == ["starting", "ranks", "model", "batch", "run"]
+    assert words(said)[:6] == ["starting", "ranks", "model", "batch", "run", "params_dtype"]
     assert f"Stopped by a signal after step {step}" in said
     assert (tmp_path / "bin" / "asked").read_text() == "requeue 7\n"
 
     again = submitted()
     said, _ = again.communicate(timeout=240)
     assert again.returncode == 0, said
-    assert words(said)[:6] == ["starting", "resumed", "ranks", "model", "batch", "run"]
-    assert words(said)[6 : 8 + STEPS - step] == [*["step"] * (STEPS - step), "checkpoint", "Done:"]
+    assert words(said)[:7] == ["starting", "resumed", "ranks", "model", "batch", "run", "params_dtype"]
+    assert words(said)[7 : 9 + STEPS - step] == [*["step"] * (STEPS - step), "checkpoint", "Done:"]
     assert len(losses(tmp_path)) == STEPS
     assert losses(tmp_path) == losses(tmp_path / "alone")
     assert (tmp_path / "bin" / "asked").read_text() == "requeue 7\n", "a run that is done is not queued again"

@@ -53,9 +53,9 @@ def test_every_launcher_runs_the_same_job(run, tmp_path, launcher):
     assert ended.returncode == 0, ended.stdout
     assert losses(tmp_path) == expected
     ours = [line for line in ended.stdout.splitlines() if not any(text in line for text in NOT_OURS)]
-    assert [line.split()[0] for line in ours[:5]] == ["starting", "ranks", "model", "batch", "run"]
-    assert [line[:8] for line in ours[5:9]] == [f"step {number}/8" for number in range(1, 5)]
-    assert [line.split()[0] for line in ours[9:11]] == ["checkpoint", "Done:"]
+    assert [line.split()[0] for line in ours[:6]] == ["starting", "ranks", "model", "batch", "run", "params_dtype"]
+    assert [line[:8] for line in ours[6:10]] == [f"step {number}/8" for number in range(1, 5)]
+    assert [line.split()[0] for line in ours[10:12]] == ["checkpoint", "Done:"]
     assert not any(word in line.lower() for line in ours for word in ("warn", "deprecat", "traceback"))
 
 
