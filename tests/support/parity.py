@@ -170,6 +170,7 @@ class Rig:
         from megaaccum.optim import adamw
         from megaaccum.pretrain.model import gpt
         from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step.loss import ReportReducer
         from megaaccum.step.train_step import TrainStep
 
         # DeepSpeed collects garbage at each start, and need not visit the cases before, whose memory would be given
@@ -182,7 +183,12 @@ class Rig:
         backend = sharding.build(plan, built, chunks, adamw.build(plan, chunks))
         forward_step = GptForwardStep(built, plan.batch.loss_norm)
         return cls(
-            case, plan, built, chunks, backend, TrainStep(plan, built, chunks, backend, forward_step, reports=REPORTS)
+            case,
+            plan,
+            built,
+            chunks,
+            backend,
+            TrainStep(plan, built, chunks, backend, forward_step, reports=ReportReducer(REPORTS)),
         )
 
     def microbatches(self, first: int = 0) -> list[dict[str, torch.Tensor]]:
