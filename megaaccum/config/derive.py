@@ -114,8 +114,7 @@ def _derive_schedule(config: Config, notes: list[str]) -> None:
     if parallel.schedule in (None, "auto"):  # resolve tries others for `auto`, and lab/planner/auto_schedule chooses
         many = parallel.virtual_pipeline_model_parallel_size is not None
         parallel.schedule = "interleaved" if many else "1f1b" if pp > 1 else "none"
-    interleaved = parallel.schedule == "interleaved"
-    if interleaved:
+    if interleaved := parallel.schedule == "interleaved":
         _fill(parallel, microbatch_group_size_per_vp_stage=pp)
     _fill(parallel, overlap_p2p_comm=interleaved and not parallel.batch_p2p_comm)
     _fill(parallel, batch_p2p_comm=not parallel.overlap_p2p_comm)

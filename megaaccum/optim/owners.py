@@ -82,8 +82,7 @@ def assign(
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
     for load, name in sorted((-sum(map(cost, its)), name) for name, its in by_name.items()):
-        among = everyone if holders is None else holders[name]
-        if among not in heaps:
+        if (among := everyone if holders is None else holders[name]) not in heaps:
             heaps[among] = sorted((loads[rank], rank) for rank in among)
         heap = heaps[among]
         while heap[0][0] != (now := loads[heap[0][1]]):  # it was given a matrix from another heap

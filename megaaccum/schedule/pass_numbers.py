@@ -300,8 +300,7 @@ def justified(problem: Problem, order: Order, rounds: int = 4) -> Order:
     for _ in range(rounds):
         order = _earlier(problem, _later(problem, order), (F, I))
         order = _earlier(problem, order, (F, I, W))
-        seconds = problem.time(order)
-        if seconds < least:
+        if (seconds := problem.time(order)) < least:
             best, least = order, seconds
     return best
 

@@ -62,7 +62,7 @@ def build(
     if plan.config.optimizer.optimizer in COSTS:
         backend.matrices = MatrixUpdates(plan, groups, chunks, backend)
     fill_hooks(backend, chunks)
-    if streamed := backend.streamed_modules():
+    if streamed := set(backend.streamed_modules()):
         backend.observers = [_EveryModule(chunks, streamed)]
     modules = (module for chunk in chunks for module in chunk.modules() if module._parameters)
     DRIVEN.update({id(each): each for each in (*trained, *modules)})
@@ -83,20 +83,26 @@ def _kind(plan: Plan) -> Callable[..., ShardingBackend]:
 
 
 class _EveryModule:
-    """Raises FlushError in a forward step that runs other modules of `streamed` than the first did, or in another
-    order, before it gathers one, and at the end of one that calls no part of its chunk. They are gathered and reduced
-    one by one, in collectives that would mix up those of ranks which run others, or wait for this rank's until their
-    timeout."""
+    """Raises FlushError in a call of a forward step function that runs other modules of `streamed` than its first one
+    did, or in another order, before it gathers one, and at the end of one that calls no part of its chunk. They are
+    gathered and reduced one by one, in collectives that would mix up those of ranks which run others, or wait for this
+    rank's until their timeout."""
 
-    def __init__(self, chunks: list[torch.nn.Module], streamed: list[torch.nn.Module]):
+    def __init__(self, chunks: list[torch.nn.Module], streamed: set[torch.nn.Module]):
+        self._function: object = None
         self._first: dict[tuple[int, bool], list[str]] = {}
-        """Modules that the first forward ran, and its end, by chunk, and whether it was to have a backward."""
+        """Modules that the first call ran, and its end, by chunk, and whether it was to have a backward."""
         self._called, self._ran = False, [_END]
         for path, module in (each for chunk in chunks for each in chunk.named_modules()):
-            if any(module is each for each in streamed):
+            if module in streamed:
                 module.register_forward_pre_hook(lambda *_, path=path: self._run(path), prepend=True)
             if path.count(".") < 3:  # a forward step may call children or layers of a module of one's own one by one
                 module.register_forward_pre_hook(lambda *_: setattr(self, "_called", True))
+
+    def begin_flush(self, function: object) -> None:
+        """A flush of this forward step function begins; another one may run another part of the model."""
+        if function != self._function:
+            self._function, self._first = function, {}
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         self._called, self._ran, self._kind = False, [], (chunk, torch.is_grad_enabled())

@@ -87,8 +87,8 @@ class ShardingBackend(ABC):
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 
-    observers: Sequence[object] = ()
-    """Observers of each micro-batch's forward step (step/forward_step.py)."""
+    observers: Sequence[Any] = ()
+    """Observers of each micro-batch's forward step (step/forward_step.py), with a method `begin_flush(function)`."""
 
     can_defer = True
     """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last

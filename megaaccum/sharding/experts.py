@@ -51,8 +51,7 @@ def modules_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
 
     def look(module: torch.nn.Module) -> None:
-        marks = {names.is_expert(param) for param in module.parameters()}
-        if marks == {True}:
+        if (marks := {names.is_expert(param) for param in module.parameters()}) == {True}:
             found.append(module)
         elif len(marks) == 2:
             if any(names.is_expert(param) for param in module.parameters(recurse=False)):

@@ -103,8 +103,7 @@ def sum_tied_copies(backend: ShardingBackend, groups: Groups) -> None:
 
 def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over `group`, all in one collective; they may lie in host memory (an offloaded optimizer)."""
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors:
+    if not (tensors := [t for t in tensors if t.numel()]):
         return
     flat = torch.cat([t.view(-1) for t in tensors]).to(cpu.device())
     dist.all_reduce(flat, group=group)

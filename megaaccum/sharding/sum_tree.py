@@ -320,8 +320,7 @@ class MicrobatchSums(AnyOrder):
         if id(param) in self._done or param.grad is None:
             return id(param) in self._done
         grad, param.grad = param.grad, None
-        is_last = self.add(param, grad)
-        if is_last:
+        if is_last := self.add(param, grad):
             self.give_back(param)
         return is_last
 

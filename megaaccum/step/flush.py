@@ -22,6 +22,8 @@ def flush_arguments(
     for chunk in steps.chunks:
         chunk.config.overlap_moe_expert_parallel_comm = interleaves  # type: ignore[union-attr]
     observers: list[object] = [steps.observer.trace, steps.fp8, steps.backend.sums, *steps.backend.observers]
+    for each in steps.backend.observers:
+        each.begin_flush(batch.forward_step_func)
     steps.backend.sums.begin_flush(batch.first, batch.first + len(batch))
     if steps.seeds.may_be_needed(batch.forward_step_func):
         observers.append(steps.seeds)

@@ -258,6 +258,44 @@ def test_a_layer_that_a_rank_leaves_out_ends_a_run_that_gathers_layer_by_layer(b
     assert last is not None and last.kind == "FlushError" and "other layers of this chunk (decoder" in last.text
 
 
+def by_two_functions(backend: str) -> list[int]:
+    """Values that a function of a part of the model reports, between steps of the whole one."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers = torch.nn.Linear(8, 8), torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in "ab")
+            self.last = torch.nn.Linear(8, 8)
+
+        def forward(self, hidden, whole=True):
+            hidden = self.layers[0](self.first(hidden))
+            return self.last(self.layers[1](hidden)) if whole else hidden
+
+    def whole(data, model):
+        return model(next(data)), lambda output: (output.square().sum(), 1, {})
+
+    def part(data, model):
+        return model(next(data), whole=False), lambda output: (output.sum(), 1, {"seen": output.numel()})
+
+    batch = dict(micro_batch_size=1, seq_length=8, grad_accum_steps=2)
+    plan = Plan.of(batch=batch, sharding=dict(backend=backend, sync="streaming"), optimizer=dict(lr=0.1))
+    engine, data = initialize(plan, Model(), forward_step_func=whole), [torch.ones(1, 8)] * 2
+    seen = []
+    for _ in range(2):
+        seen += [int(report["seen"]) for report in engine.forward(data, forward_step_func=part)]
+        engine.train_step(data)
+        engine.evaluate(data)
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2"])
+def test_another_forward_step_function_may_run_a_part_of_a_model_that_streams(backend):
+    assert run_ranks(by_two_functions, 2, backend, timeout=40) == [[8] * 4] * 2
+
+
 def without_a_call(backend: str, microbatch: int) -> None:
     """A step in which rank 1's forward step does not call the model in one micro-batch."""
     import torch
