@@ -176,7 +176,7 @@ def read_batch(
 
 
 def _told(method: Callable[[Any], Any], data: Any) -> Any:
-    """What a method of the user's forward step function says of the micro-batches, on some ranks perhaps an error."""
+    """The answer of a method of the user's forward step function about the micro-batches. Raises ConfigError."""
     try:
         return method(data)
     except Exception as error:

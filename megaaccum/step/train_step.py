@@ -51,7 +51,7 @@ class TrainStep:
 
     Args:
         forward_step_func: of micro-batches that a call brings without one.
-        reports: reduces the reports of loss functions; default: as ReportReducer does by itself.
+        reports: reduces the reports of loss functions; default: a ReportReducer without a rule of its own.
     """
 
     def __init__(
