@@ -125,14 +125,18 @@ class BatchPlan:
         return plan
 
 
+def given_sizes(keys: BatchConfig) -> dict[str, int]:
+    """The batch sizes that have a value."""
+    return {name: size for name in SIZES if (size := getattr(keys, name)) is not None}
+
+
 def check_sizes(keys: BatchConfig, dp: int) -> None:
     """Check that some plan has the sizes in `keys`, for any pipeline. dp: data-parallel ranks.
 
     Raises:
         ConfigError: a size is not positive, sizes contradict each other or do not divide.
     """
-    given = {name: getattr(keys, name) for name in SIZES if getattr(keys, name) is not None}
-    problems = [f"{name} is {value}: it must be at least 1." for name, value in given.items() if value < 1]
+    problems = [f"{name} is {value}: it must be at least 1." for name, value in given_sizes(keys).items() if value < 1]
     raise_problems(problems or [*_device_problems(keys)] or [*_global_problems(keys, dp)])
 
 

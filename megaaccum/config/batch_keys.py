@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES, BatchPlan, check_sizes
+from megaaccum.config.batch import DEEPSPEED_SIZES, SIZES, BatchPlan, check_sizes, given_sizes
 from megaaccum.config.schema import BatchConfig, Config
 from megaaccum.config.source import COMMAND_LINE
 from megaaccum.errors import ConfigError, either, equation, nearest_multiples, problems_of
@@ -29,7 +29,7 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
     Raises:
         ConfigError: sizes of one source contradict each other, or a rule of the batch is broken.
     """
-    sizes: dict[str, int] = {name: size for name in SIZES if (size := getattr(config.batch, name)) is not None}
+    sizes = given_sizes(config.batch)
     _check_total(config, sizes, data_parallel_size)
     if not sizes:
         raise ConfigError(
@@ -58,7 +58,7 @@ def resolve_batch(config: Config, data_parallel_size: int, notes: list[str]) -> 
 def kept_sizes(config: Config, data_parallel_size: int | None = None) -> dict[str, int]:
     """The batch sizes that count (see `resolve_batch`). data_parallel_size None: it is not known; then no size of the
     file is kept that would fix it."""
-    sizes: dict[str, int] = {name: size for name in SIZES if (size := getattr(config.batch, name)) is not None}
+    sizes = given_sizes(config.batch)
     kept = {name: size for name, size in sizes.items() if config.origin.get(name) == COMMAND_LINE}
     if not kept:
         return sizes

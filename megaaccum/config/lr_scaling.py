@@ -37,8 +37,8 @@ def describe(config: Config, written: Config) -> list[str]:
     if keys.lr_scaling == "none":
         return []
     batch, reference = _batch_and_reference(config)
-    key = "lr_reference_tokens" if keys.lr_reference_tokens else "lr_reference_batch_size"
     unit = "tokens" if keys.lr_reference_tokens else "sequences"
+    key = "lr_reference_tokens" if keys.lr_reference_tokens else "lr_reference_batch_size"
     ratio = f"{batch:,} {unit} / {key} {reference:,}"
     root = f"({ratio}) ^ 0.5" if keys.lr_scaling == "sqrt" else ratio
     lines = [f"lr_scaling {keys.lr_scaling}: factor = {root} = {batch_factor(config):g}"]

@@ -15,8 +15,7 @@ def in_samples(config: Config, ramp: BatchRamp) -> tuple[int, float, int | None]
     warmup: float = keys.lr_warmup_samples or ramp.samples_after(keys.lr_warmup_iters or 0)
     if keys.lr_warmup_fraction is not None:
         warmup = keys.lr_warmup_fraction * decay
-    anneal = keys.lr_wsd_decay_samples
-    if anneal is None and keys.lr_wsd_decay_iters is not None:
+    if (anneal := keys.lr_wsd_decay_samples) is None and keys.lr_wsd_decay_iters is not None:
         # The anneal is the end of the decay: its steps are the last ones, which may lie inside a ramp.
         last = ramp.steps_within(decay)
         anneal = ramp.samples_after(last) - ramp.samples_after(last - keys.lr_wsd_decay_iters)

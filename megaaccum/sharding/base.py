@@ -169,7 +169,7 @@ class ShardingBackend(ABC):
     def gather_ahead(self) -> None:  # noqa: B027
         """Start the collective that the next `gather` waits for, if the backend has one."""
 
-    def streamed_modules(self) -> list[torch.nn.Module]:
+    def streamed_modules(self) -> list[Any]:
         """Modules that are gathered in each of their forwards, and reduced in each backward (`sync: streaming`)."""
         return []
 

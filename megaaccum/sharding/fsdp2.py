@@ -284,8 +284,8 @@ class Fsdp2Backend(ShardingBackend):
         super().step()
         self._reshard()  # a forward alone, after the last backward, has gathered the weights from before the step
 
-    def streamed_modules(self) -> list[torch.nn.Module]:
-        return [each for chunk in self._chunks for each in fsdp2.modules(chunk)] if self._streaming else []
+    def streamed_modules(self) -> list[Any]:
+        return self._units() if self._streaming else []
 
     def _reshard(self) -> None:
         """Drop the gathered weights."""
