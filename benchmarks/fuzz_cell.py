@@ -234,6 +234,7 @@ class _Run:
         from megaaccum.optim import adamw, lr_schedule
         from megaaccum.pretrain.model import gpt
         from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
+        from megaaccum.step.loss import ReportReducer
         from megaaccum.step.speculation import SpeculativeTrainStep
         from megaaccum.step.train_step import TrainStep
         from megaaccum.step.transaction import Transaction
@@ -249,8 +250,9 @@ class _Run:
         freeze(cell, names.named_parameters(self.chunks))
         self.backend = sharding.build(self.plan, self.groups, self.chunks, adamw.build(self.plan, self.chunks))
         forward_step = _WithNan(GptForwardStep(self.groups, self.plan.batch.loss_norm))
+        reports = ReportReducer(REPORTS)
         kind = SpeculativeTrainStep if self.plan.config.step.speculative_step else TrainStep
-        self.step = kind(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=REPORTS)
+        self.step = kind(self.plan, self.groups, self.chunks, self.backend, forward_step, reports=reports)
         self.schedule = lr_schedule.build(self.backend, self.plan.config, self.plan.ramp)
         self.step.transaction = Transaction(self.plan, self.schedule)
         self._upcoming: list[dict[str, torch.Tensor]] | None = None
