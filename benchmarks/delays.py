@@ -148,7 +148,9 @@ class _Plan:
         needs = [each for each in (f and f.received, b_grad) if each is not None]
         latest = max(needs, key=lambda each: each.flatten()[0].item()) if needs else None
         result = stage.processor.run(
-            joint.seconds, latest, lambda: torch.zeros(SEQ, BATCH, HIDDEN, dtype=stage.processor.dtype)
+            joint.seconds,
+            latest,  # type: ignore[arg-type]
+            lambda: torch.zeros(SEQ, BATCH, HIDDEN, dtype=stage.processor.dtype),
         )
         if b is not None:
             defer(b.stage.weight, b.stage.weight_grad)

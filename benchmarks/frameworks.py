@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,7 @@ def states_of(row: Row) -> StateBytes:
     if sharding.startswith(("ZeRO-1", "ZeRO-0")):
         return StateBytes(param=2, grad=2, grad_shard=6, optimizer_shard=12)
     if is_fsdp(row):
-        shards = dict(param_shard=2, grad_shard=4, optimizer_shard=10)
+        shards: dict[str, Any] = dict(param_shard=2, grad_shard=4, optimizer_shard=10)
         return StateBytes(param=0, grad=0, unit_param=2, unit_grad=4, **shards)
     if "no reshard" in sharding:
         return StateBytes(param=2, grad=4, grad_shard=4, optimizer_shard=12)

@@ -312,7 +312,8 @@ def _plain_loader(plan, parts: _Parts, steps: int):
     size, places = plan.batch.micro_batch_size, parts.groups.dp
     stride, count = size * places.size(), steps * plan.batch.num_microbatches
     samples = [at * stride + places.rank() * size + index for at in range(count) for index in range(size)]
-    return iter(torch.utils.data.DataLoader(parts.data.train, batch_size=size, sampler=samples))
+    loader = torch.utils.data.DataLoader(parts.data.train, batch_size=size, sampler=samples)  # type: ignore[arg-type]
+    return iter(loader)
 
 
 def _learning_rates(plan, lr_schedule, steps: int) -> list[float]:

@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import fuzz_cell
 from benchmarks.fuzz_draws import draw
@@ -172,7 +172,7 @@ def case_of(seed: int, index: int) -> Case:
         "min_lr": 1e-3,
         "vocab_size": 61,
     }
-    masks = "full" if cell.masks == "full" else "unequal"
+    masks: Literal["full", "unequal"] = "full" if cell.masks == "full" else "unequal"
     return Case(keys=keys | settled, world_size=cell.world_size, masks=masks)
 
 

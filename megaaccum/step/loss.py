@@ -33,12 +33,13 @@ from megaaccum.platform import cpu
 Reports = dict[str, torch.Tensor]
 """By name: a scalar, Megatron's pair [sum, count], or any tensor that is wanted per micro-batch."""
 
-LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]]
+LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | float, Mapping[str, torch.Tensor | float]]]
 """`loss_func(output) -> (sum of the losses, a scalar to differentiate; its weight, a scalar; reports)`."""
 
 
-ForwardStepFunc = Callable[[Any, torch.nn.Module], tuple[torch.Tensor, LossFunc]]
-"""Megatron's `forward_step_func(data_iterator, chunk)`: takes the next micro-batch of the iterator through a chunk."""
+ForwardStepFunc = Callable[[Any, Any], tuple[torch.Tensor, LossFunc]]
+"""Megatron's `forward_step_func(data_iterator, chunk)`: takes the next micro-batch of the iterator through a chunk,
+a module of the user's own class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
