@@ -252,7 +252,8 @@ class MicrobatchSums(AnyOrder):
         """This rank's micro-batches of the step."""
         self._runs, self._rank = runs or Runs(1, 1), rank
         self._first = self._forward = 0
-        self._trees: dict[int, SumTree] = {}
+        self._trees: dict[int, tuple[SumTree, list[int]]] = {}
+        """By parameter, with the first leaf of each of this rank's runs."""
         self._done: set[int] = set()
         self._others: dict[int, list[torch.Tensor | None]] = {}
 
@@ -331,17 +332,18 @@ class MicrobatchSums(AnyOrder):
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> bool:
         """Add the current micro-batch's gradient, which is overwritten. Returns whether all are there."""
-        runs, rank = self._runs_of(param)
         if id(param) not in self._trees:
-            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, nodes=runs.nodes(rank))
-        return self._trees[id(param)].add(runs.starts(rank)[wgrad.source()] + self.of_backward, grad)
+            runs, rank = self._runs_of(param)
+            self._trees[id(param)] = SumTree(runs.leaves, self.rounded, nodes=runs.nodes(rank)), runs.starts(rank)
+        tree, starts = self._trees[id(param)]
+        return tree.add(starts[wgrad.source()] + self.of_backward, grad)
 
     def total(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Pop the parameter's sum; if the run is several subtrees, the sum of the first."""
         self._done.add(id(param))
-        if (tree := self._trees.pop(id(param), None)) is None:
+        if id(param) not in self._trees:
             return None
-        first, *others = tree.totals()
+        first, *others = self._trees.pop(id(param))[0].totals()
         if others:
             self._others[id(param)] = others
         return first
@@ -352,13 +354,11 @@ class MicrobatchSums(AnyOrder):
 
     def pop_others(self, param: torch.nn.Parameter) -> list[torch.Tensor | None]:
         """The same, and let go of them."""
-        others = self.others(param)
-        self._others.pop(id(param), None)
-        return others
+        return self._others.pop(id(param), None) or self.others(param)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The partial sums that it holds."""
-        for tree in self._trees.values():
+        for tree, _ in self._trees.values():
             yield from tree.tensors()
         yield from (each for others in self._others.values() for each in others if each is not None)
 
