@@ -46,15 +46,17 @@ _OF_AN_ENGINE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use. An engine's names import torch, DeepSpeed and Megatron, preceded by CPU
-    stand-ins on a machine without a GPU: import them before Megatron there."""
-    if name == "megatron_loop":
-        return importlib.import_module("megaaccum.loop")
-    if name in _OF_AN_ENGINE:
-        from megaaccum.distributed import preload
+if not TYPE_CHECKING:  # a checker knows the names above, and no others
 
-        preload.libraries()
-    elif name not in _PLAIN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module((_OF_AN_ENGINE | _PLAIN)[name]), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use. An engine's names import torch, DeepSpeed and Megatron, preceded by CPU
+        stand-ins on a machine without a GPU: import them before Megatron there."""
+        if name == "megatron_loop":
+            return importlib.import_module("megaaccum.loop")
+        if name in _OF_AN_ENGINE:
+            from megaaccum.distributed import preload
+
+            preload.libraries()
+        elif name not in _PLAIN:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module((_OF_AN_ENGINE | _PLAIN)[name]), name)

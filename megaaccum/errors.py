@@ -129,8 +129,7 @@ def nearest(value: int, legal: Callable[[int], bool], *, lowest: int = 1, highes
 
 def nearest_multiples(value: int, unit: int) -> list[int]:
     """The multiples of `unit` next to `value`: the one below (unless it is 0) and the one above."""
-    below = (value - 1) // unit * unit
-    above = value // unit * unit + unit
+    below, above = (value - 1) // unit * unit, (value // unit + 1) * unit
     return [n for n in (below, above) if n > 0]
 
 

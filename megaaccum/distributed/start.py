@@ -50,6 +50,11 @@ def start_process_group(plan: Plan) -> None:
 
     Raises LaunchError if the ranks cannot meet.
     """
+    if (default := torch.get_default_device()).type != "cpu":
+        raise ConfigError(
+            f"torch's default device is {default}, where host memory's tensors would be made too: call"
+            " torch.set_default_device('cpu') first, and build the model under `with torch.device('cuda'):`"
+        )
     if not cpu.has_accelerator():
         _outlast_gloo()
     if torch.distributed.is_initialized():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -35,8 +34,7 @@ def post_sums(
 
     def sums() -> list[float]:
         wait()
-        numbers = iter(flat.tolist())
-        totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
+        totals = [total.tolist() for total in flat.cpu().split([part.numel() for part in parts])]
         return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
 
     return sums

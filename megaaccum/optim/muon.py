@@ -77,6 +77,8 @@ def matrices_of(keys: OptimizerConfig, chunks: list[torch.nn.Module]) -> tuple[s
     patterns, optimizer = keys.muon_matrices, f"optimizer {keys.optimizer}"
     if not emerging.is_installed():
         raise ConfigError(f"{optimizer} needs emerging-optimizers: install megaaccum[muon], or set optimizer to adam")
+    if keys.optimizer == "soap" and (default := torch.get_default_dtype()) is not torch.float32:
+        raise ConfigError(f"{optimizer} computes in torch's default precision: make that torch.float32, not {default}")
     in_layers = {id(param) for chunk in chunks for layer in layers_of(chunk) for param in layer.parameters()}
     found, hits = set(), [0] * len(patterns)
     for name, param in names.named_parameters(chunks):

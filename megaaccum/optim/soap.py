@@ -42,7 +42,6 @@ class Soap:
         update = param.data.neg()
         param.data, param.grad = param.data.new_empty(0, 0), None
         self.tensors["step"] += 1
-        for kind, kept in self.tensors.items():
-            if kind != "step":  # the library puts new tensors in the place of some
-                state[kind] = kept.copy_(state[kind])
+        for kind in self.tensors.keys() - {"step"}:  # the library puts new tensors in the place of some
+            state[kind] = self.tensors[kind].copy_(state[kind])
         return update

@@ -42,9 +42,8 @@ def device() -> torch.device:
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` on this rank's device. From host memory it is copied without the host waiting for the stream, as torch's
     `to` makes it do."""
-    if tensor.device.type == (target := device()).type:
-        return tensor
-    return tensor.pin_memory().to(target, non_blocking=True)
+    target = device()
+    return tensor if tensor.device.type == target.type else tensor.pin_memory().to(target, non_blocking=True)
 
 
 def backend() -> str:

@@ -39,8 +39,7 @@ def divisor_of(
     if total is None and alone and len(calls) == 1:
         total = calls[0].total_weight
     if total is not None:
-        everyone = steps.batch.num_microbatches * steps.groups.dp.size()
-        return lambda: divide(total, everyone)
+        return lambda: divide(total, steps.batch.num_microbatches * steps.groups.dp.size())
     weights = [each.weights for each in calls]
     if not alone or any(each is None for each in weights):
         return lambda: divisor_at_commit(steps, calls[0].expected)

@@ -56,7 +56,7 @@ def test_a_mistake_is_one_message(layout, problem) -> None:
     assert caught.value.problems[0].startswith(problem)
 
 
-SNIPPET = """
+SNIPPET = """import megaaccum, torch; from collections.abc import Iterator; from megaaccum.step.loss import LossFunc
 from megaaccum import Batch, Layout, Plan, Sharding
 plan = Plan.of(layout=Layout(pp=2), batch=Batch(seq_length=16), sharding={"backend": "ddp"}, hidden_size=8)
 reveal_type(plan)
@@ -65,6 +65,22 @@ Layout(pp="two")
 Batch(microbatch_size=1)
 Sharding(backend="fsdp3")
 Plan.of(batch=Batch(), layout=Batch())
+megaaccum.Plam
+
+
+class Stage(torch.nn.Linear):
+    pass
+
+
+def loss(output: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, float]]:
+    return output.sum(), 2, {"two": 2.0}
+
+
+def forward_step(data: Iterator[torch.Tensor], chunk: Stage) -> tuple[torch.Tensor, LossFunc]:
+    return chunk(next(data)), loss
+
+
+megaaccum.initialize(plan, [Stage(2, 2)], forward_step_func=forward_step)
 """
 
 SEEN = {
@@ -74,6 +90,7 @@ SEEN = {
     7: 'error: Unexpected keyword argument "microbatch_size" for "Batch"',
     8: 'error: Argument "backend" to "ShardingConfig" has incompatible type "Literal[\'fsdp3\']"',
     9: 'error: Argument "layout" to "of" of "Plan" has incompatible type "Batch"',
+    10: 'error: Module has no attribute "Plam"',
 }
 """The checker's word on each line that has one; the others are right."""
 
@@ -88,4 +105,4 @@ def test_a_type_checker_sees_the_arguments(tmp_path: Path) -> None:
     said = [(int(number), text.strip()) for number, _, text in (line.partition(":") for line in lines)]
     for line, text in SEEN.items():
         assert any(number == line and each.startswith(text) for number, each in said), answer.stdout + answer.stderr
-    assert {number for number, each in said if each.startswith("error")} == {6, 7, 8, 9}
+    assert {number for number, each in said if each.startswith("error")} == {6, 7, 8, 9, 10}

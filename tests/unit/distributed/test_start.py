@@ -5,9 +5,15 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 from megaaccum.distributed import start
-from megaaccum.errors import LaunchError
+from megaaccum.errors import ConfigError, LaunchError
+
+
+def test_a_default_device_on_which_hosts_could_not_agree_is_refused():
+    with torch.device("meta"), pytest.raises(ConfigError, match="torch's default device is meta, where host memory"):
+        start.start_process_group(None)
 
 
 def test_a_name_that_no_host_knows_is_one_error_that_names_its_variable(monkeypatch, capsys):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megaaccum.config import resolve
+from megaaccum.config.schema import OptimizerConfig
 from megaaccum.errors import ConfigError
 from megaaccum.optim.chosen import optimizer_of
-from megaaccum.optim.muon import Muon, Part
+from megaaccum.optim.muon import Muon, Part, matrices_of
 from megaaccum.pretrain.interop.load import load
 from megaaccum.sharding.ownership import Held
 from megaaccum.upstream import emerging
@@ -111,3 +112,14 @@ def test_an_optimizer_of_the_callers_own_is_refused():
 
 def test_an_empty_shard_has_no_runs():
     assert held(8, 0).runs(0) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_soap_in_another_default_precision_is_refused(dtype):
+    """The library makes its state in it, and its compiled bias corrections, which in BF16 stand still from step 256."""
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.raises(ConfigError, match=f"default precision: make that torch.float32, not {dtype}"):
+            matrices_of(OptimizerConfig(optimizer="soap"), [torch.nn.Linear(2, 2)])
+    finally:
+        torch.set_default_dtype(torch.float32)
