@@ -47,7 +47,8 @@ from megaaccum.step.transaction import Transaction
 from megaaccum.upstream import adam
 
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
-"""Errors that every rank raises together before anything has changed; the engine can be used after them."""
+"""Errors that every rank raises together before anything has changed; the engine can be used after them. In the middle
+of a flush or an update the user's code has raised them, and the engine has failed as after any other."""
 
 
 def initialize(
@@ -105,14 +106,18 @@ class Engine:
     | `forward`, `evaluate` | run | run, and leave it open | StepError |
     | `trial` | makes a gradient and drops it | StepError | StepError |
     | `gather_ahead` | begins the gather of the next step | nothing: parameters are whole | StepError |
-    | `save` | writes a checkpoint | writes the state of before it, and leaves it open | writes |
+    | `save` | writes a checkpoint | writes the state of before it, and leaves it open | writes, or StepError * |
     | `load` | loads | drops its gradients, then loads | loads, but the engine stays failed |
-    | `whole_weights` | streams the weights | streams those of before it, and leaves it open | streams |
+    | `whole_weights` | streams the weights | streams those of before it, and leaves it open | streams, or StepError * |
     | `load_weights` | replaces the weights | drops its gradients, then replaces | StepError |
 
+    * StepError if an update or `load_weights` failed midway: the weights are those of no step until a `load`. After any
+    other failure they, the counters and random states are those of before the step.
+
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
-    leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places: the
-    engine has failed, and its methods name the error.
+    leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
+    does one of these from the user's own code in a forward, a backward or an update: the engine has failed, and its
+    methods name the error.
     """
 
     def __init__(
@@ -325,16 +330,13 @@ class Engine:
             sample_index: the number in the global batch of each, if it is not the planned one.
         """
         with self._guarded(trains=True):
-            restore = self.train_steps.restorer()
             with self.observer.watching():
-                attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
+                opened, attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
             try:
                 yield attempt
             finally:
-                self.backend.discard()
+                self.train_steps.drop(opened)
                 router_state.begin_step(self.chunks)
-                restore()
-                self.observer.pop()  # no step's measurements
 
     @contextmanager
     def _guarded(self, *, trains: bool = False) -> Iterator[None]:
@@ -353,10 +355,9 @@ class Engine:
         try:
             with self.groups.current(), torch.enable_grad():
                 yield
-        except _HARMLESS:
-            raise
         except BaseException as error:
-            self._failed = error
+            if self.train_steps.amid or not isinstance(error, _HARMLESS):
+                self._failed = error
             raise
 
     # --- state ---
@@ -409,6 +410,7 @@ class Engine:
         if self.trains and ("batch" in self.override or not differences["batch"]):  # if not, that is what is refused
             raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
         notes = self.load_tensors(checkpoint, differences, only_weights=not self.trains)
+        self.train_steps.settle()
         if self.trains:
             self.resume(progress)
         for note in notes:
@@ -443,6 +445,7 @@ class Engine:
         assert_same_on_ranks("the options of whole_weights", f"rank {rank}, dtype {dtype}")
         if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
             raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
+        raise_on_all_ranks(self.train_steps.refuse_partial_update)
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
@@ -459,10 +462,12 @@ class Engine:
         """
         with self._guarded():
             self.train_steps.abandon()
+            self.train_steps.amid = "weights"
             whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=num_updates is None)
             of = self.train_steps.transaction
             of.num_updates = of.num_updates if num_updates is None else num_updates
             self.backend.adopt_state(of.num_updates)
+            self.train_steps.settle()
 
     @property
     def override(self) -> set[str]:

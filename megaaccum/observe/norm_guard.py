@@ -30,16 +30,14 @@ class NormGuard:
     def judge(self, norm: float) -> str | None:
         """A sentence when `norm` (finite) is above the limit, else None. A norm that is let pass enters the averages,
         so that with `warn` a new level is learnt."""
-        limit, mean = self.limit, self._mean
-        alarm = norm > limit
-        if not alarm or self.action == "warn":
-            self._learn(norm)
-        if not alarm:
-            return None
-        return (
-            f"gradient norm {norm:.4g} is above {limit:.4g}: mean {mean:.4g} over some {self._window} steps and"
+        limit = self.limit
+        text = (
+            f"gradient norm {norm:.4g} is above {limit:.4g}: mean {self._mean:.4g} over some {self._window} steps and"
             f" {self._deviations:g} deviations"
         )
+        if norm <= limit or self.action == "warn":
+            self._learn(norm)
+        return text if norm > limit else None
 
     def _learn(self, norm: float) -> None:
         weight = 1.0 if self._count == 0 else 2.0 / (self._window + 1)

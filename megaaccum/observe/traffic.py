@@ -100,8 +100,7 @@ class Meter:
     def _new_lane(self, collective: str, group: Any, dtype: torch.dtype) -> tuple[str, float]:
         among = self._names().get(group.group_name) or ("pp" if self._is_pipeline(group) else "other")
         name = f"{collective}/{among}/{str(dtype).removeprefix('torch.')}"
-        found = self._lanes[collective, group, dtype] = name, SHARE[collective](group.size())
-        return found
+        return self._lanes.setdefault((collective, group, dtype), (name, SHARE[collective](group.size())))
 
     def _is_pipeline(self, group: Any) -> bool:
         """Whether it has the ranks of the pipeline, whose lanes over NCCL are groups of their own (executor/p2p.py)."""

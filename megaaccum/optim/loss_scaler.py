@@ -29,8 +29,7 @@ class LossScaler:
         self._minimum = minimum
         self._window = window
         self._hysteresis = hysteresis
-        self._good_steps = 0
-        self._overflows_left = hysteresis
+        self._good_steps, self._overflows_left = 0, hysteresis
 
     @property
     def is_dynamic(self) -> bool:
@@ -45,14 +44,12 @@ class LossScaler:
         """Take note of a step's verdict."""
         if self._window is None:
             return
+        self._good_steps = 0 if overflow else self._good_steps + 1
         if overflow:
-            self._good_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:
                 self.scale = max(self.scale * BACKOFF, self._minimum)
-            return
-        self._good_steps += 1
-        if self._good_steps >= self._window:
+        elif self._good_steps >= self._window:
             self._good_steps = 0
             self._overflows_left = self._hysteresis
             self.scale *= GROWTH

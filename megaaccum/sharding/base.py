@@ -215,11 +215,10 @@ class ShardingBackend(ABC):
 
     def copy_gradients(self) -> Callable[[], None]:
         """Copy the reduced gradients. Returns a function that passes the copy to the optimizer, also after `step`."""
-        grads = [shard.grad for shard in self.shards()]
-        copies = [grad.clone() for grad in grads]
+        copies = [(shard.grad, shard.grad.clone()) for shard in self.shards()]
 
         def give_back() -> None:
-            for grad, copy in zip(grads, copies, strict=True):
+            for grad, copy in copies:
                 grad.copy_(copy)
 
         return give_back

@@ -212,10 +212,9 @@ class DdpBackend(AccumulatingBackend):
     def own_shards(self) -> Iterator[GradShard]:
         """The whole gradient of every parameter that is trained, equal on all data-parallel ranks."""
         for name, param in self._parameters:
-            if not param.requires_grad:
-                continue
-            assert param.grad is not None, f"{name} has no gradient"
-            yield GradShard(name, param, param.grad.view(-1), 0, names.dp_group(param, self._groups).rank())
+            if param.requires_grad:
+                assert param.grad is not None, f"{name} has no gradient"
+                yield GradShard(name, param, param.grad.view(-1), 0, names.dp_group(param, self._groups).rank())
 
     def step(self) -> None:
         super().step()

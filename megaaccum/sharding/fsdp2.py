@@ -298,13 +298,12 @@ class Fsdp2Backend(ShardingBackend):
     def own_shards(self) -> Iterator[GradShard]:
         """Rows of each parameter: fully_shard cuts the first dimension."""
         for name, param in self._parameters:
-            if not param.requires_grad:
-                continue
-            if param.grad is None and (self._streaming or self.at_owners.takes(param)):
-                param.grad = torch.zeros_like(param)  # streaming: no backward came by its layer, as under no_grad
-            assert param.grad is not None, f"{name} has no gradient"
-            grad = adam.own_tensor(param.grad).view(-1)
-            yield GradShard(name, param, grad, fsdp2.first_element(param), _replica(param))
+            if param.requires_grad:
+                if param.grad is None and (self._streaming or self.at_owners.takes(param)):
+                    param.grad = torch.zeros_like(param)  # streaming: no backward came by its layer, as under no_grad
+                assert param.grad is not None, f"{name} has no gradient"
+                grad = adam.own_tensor(param.grad).view(-1)
+                yield GradShard(name, param, grad, fsdp2.first_element(param), _replica(param))
 
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:
@@ -323,8 +322,7 @@ class Fsdp2Backend(ShardingBackend):
         held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self.optimizer)}
         kept = [grad for grads in self._of_i.values() for _, grad in grads]
         held["gradients_whole"] = [*held["gradients_whole"], *self.sums.tensors(), *kept]
-        partial_sums = [tensor for tree in self._trees for tensor in tree.tensors()]
-        held["gradients_shard"] = [*held["gradients_shard"], *partial_sums]
+        held["gradients_shard"] = [*held["gradients_shard"], *(part for tree in self._trees for part in tree.tensors())]
         return held
 
 

@@ -65,6 +65,7 @@ class SpeculativeTrainStep(TrainStep):
             begun, self._begun = self._begun, None  # not before: if the agreement raises, it is still to be ended
             if begun is not None:
                 opened, batch, _ = begun
+                self.running = opened
                 self.begin_attempt(opened, lambda: opened.divisor, tally=opened.tally)
                 self.side_losses.begin_flush(batch)  # again, by the loss scale of now
             elif batch is not None:
@@ -139,7 +140,7 @@ class SpeculativeTrainStep(TrainStep):
         self._drop_early(begun)
         undo()  # if there was no update too: what the dropped forwards gathered must not outlive the next
         del undo
-        self._last_confirmed = False
+        self.amid, self._last_confirmed = "", False
         opened.note = "the update before the verdict was taken back"
         return self.measure(opened), False, bool(stops)
 

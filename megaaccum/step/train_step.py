@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import rng
-from megaaccum.distributed.agreement import any_rank
+from megaaccum.distributed.agreement import any_rank, raise_on_all_ranks
 from megaaccum.distributed.breadcrumbs import traced
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, MegaaccumError, StepError, raise_problems
@@ -77,6 +77,10 @@ class TrainStep:
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
+        self.running: OpenStep | None = None
+        """The step that is neither committed nor dropped: `opened`, or one that runs or has failed."""
+        self.amid = ""
+        """The work that runs or that an error left unfinished: "flush", "weights" (a change of them), or nothing."""
         self.before_update: Callable[[], None] | None = None
         """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
         # The plan has been checked, and a short last batch may have fewer.
@@ -182,7 +186,7 @@ class TrainStep:
         """Note the state that a skipped step goes back to, gather the parameters and begin with no gradient. divisor:
         its weights are on their way and are waited for when it is called."""
         self.observer.phase("gather")
-        opened = OpenStep(step, self.restorer())
+        opened = self.running = OpenStep(step, self.restorer())
         self.begin_attempt(opened, divisor)
         return opened
 
@@ -227,6 +231,7 @@ class TrainStep:
         if opened.reduced:
             self.backend.resume_accumulation()
         size = len(batch) if forward_only or not batch.can_run_again else self.batch.microbatches_per_flush
+        self.amid = "flush"
         with nullcontext() if forward_only else self.observer.flushing(), self.seeds.flush(opened.step):
             for start in range(0, len(batch), size):
                 if not forward_only:
@@ -237,7 +242,7 @@ class TrainStep:
                     part = batch.part(start, min(start + size, len(batch)))
                     self.schedule(**flush_arguments(self, opened, part, forward_only=forward_only))
                 self.fp8.end_backward()
-        opened.reduced = reduce
+        self.amid, opened.reduced = "", reduce
 
     def reduce_and_measure(self, opened: OpenStep) -> Attempt:
         """The step's gradient, reduced over all ranks; its norm, loss, weight and reports, all in one all-reduce."""
@@ -282,6 +287,7 @@ class TrainStep:
     def update(self, norm: float, factor: float) -> None:
         """Run the optimizer on the reduced gradient times `factor`. norm: that of the product."""
         self.observer.phase("optimizer")
+        self.amid = "weights"
         grad_norm.scale_and_clip(self.backend, norm, self.plan.config.optimizer.clip_grad, factor=factor)
         if self.before_update is not None:
             self.before_update()
@@ -294,6 +300,7 @@ class TrainStep:
         """Drop the gradient, and go back to the random states and FP8 scales of before the step."""
         self.backend.discard()
         opened.restore()
+        self.running = None
 
     def drop(self, opened: OpenStep) -> None:
         """Roll back a step that has no result; what was measured of it is not the next one's."""
@@ -306,16 +313,21 @@ class TrainStep:
         self.observer.phase("report")
         self.recovery.conclude(verdict)
         self.transaction.last_weight = verdict.weight / self.batch.global_batch_size
-        notes = opened.note, verdict.note, self.side_losses.note
         result = StepResult(
             step=opened.step, loss=verdict.loss, weight=verdict.weight, grad_norm=verdict.norm, skipped=verdict.skip,
             bad=verdict.bad, loss_scale=self.backend.loss_scale, sanitized=verdict.num_zeroed + verdict.num_dropped,
-            note=". ".join(filter(None, notes)), stop=stop,
+            note=". ".join(filter(None, (opened.note, verdict.note, self.side_losses.note))), stop=stop,
             reports=verdict.reports | world_sums.noise_report(self, verdict),
             per_microbatch=self.reports.per_microbatch(opened.tally),
             expert_loads=self._experts.loads(opened.expert_counts),
         )  # fmt: skip
-        return self.transaction.commit(result, self.backend.param_groups)
+        result = self.transaction.commit(result, self.backend.param_groups)
+        self.settle()
+        return result
+
+    def settle(self) -> None:
+        """Note that weights, counters and random states are those of after `step` steps."""
+        self.amid, self.running = "", None
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""
@@ -416,27 +428,33 @@ class TrainStep:
 
     @contextmanager
     def before_open(self) -> Iterator[None]:
-        """Context in which random states and FP8 scales are those of before the open step, if there is one. Ends a
-        step that has begun before its call."""
+        """Context in which random states and FP8 scales are those of before the step that is open or has failed, if
+        there is one. Ends a step that has begun before its call. Raises StepError, if the update failed, on every rank.
+        """
+        raise_on_all_ranks(self.refuse_partial_update)
         self.drop_begun()
         go_back = self.restorer()
-        if self.opened is not None:
-            self.opened.restore()
+        if self.running is not None:
+            self.running.restore()
         try:
             yield
         finally:
             go_back()
+
+    def refuse_partial_update(self) -> None:
+        """Raise StepError if weights, moments or counters may be those of no step."""
+        if self.amid == "weights":
+            raise StepError("a change of the weights failed midway, so they are of no step: start from a checkpoint")
 
     def abandon(self) -> None:
         """Drop the gradients of the open step, if there is one, and go back to the random states of before it. Ends a
         step that has begun before its call. Collective over the world."""
         self.drop_begun()
         opened, self.opened = self.opened, None
-        if opened is None:
-            return
-        if opened.reduced:
+        if opened is not None and opened.reduced:
             self.backend.finish_reduction()  # which the last backward has begun
-        self.drop(opened)
+        if opened is not None:
+            self.drop(opened)
 
     def gather_ahead(self) -> None:
         """Begin the gather that the next step begins with, and which counts for it."""
@@ -455,9 +473,10 @@ class TrainStep:
         *,
         batch: BatchPlan | None = None,
         sample_index: Callable[[int], int] | None = None,
-    ) -> Attempt:
-        """Make the next step's gradient, which the backend's `shards` then show. batch: how these micro-batches are
-        cut, default as planned. sample_index: the number in the global batch of each, if it is not the planned one."""
+    ) -> tuple[OpenStep, Attempt]:
+        """Make the next step's gradient, which the backend's `shards` then show, until the step is dropped. batch: how
+        these micro-batches are cut, default as planned. sample_index: the number in the global batch of each, if it is
+        not the planned one."""
         if self.opened is not None:
             raise StepError(f"step {self.opened.step} is open: end it with optim_step before a trial").printed_once()
         self.drop_begun()
@@ -470,7 +489,7 @@ class TrainStep:
             self.observer.phase("forward_backward")
             with self.seeds.numbered(sample_index):
                 self.flush(opened, found, reduce=True)
-            return self.reduce_and_measure(opened)
+            return opened, self.reduce_and_measure(opened)
 
     # --- the micro-batches, and their agreement ---
 

@@ -60,12 +60,10 @@ class Transaction:
         lr = float(param_groups[0]["lr"]) if self._lr_schedule is None else self._lr_schedule.lr
         num_samples = self.batch.global_batch_size
         advanced = not (result.skipped and self._retry)
-        if result.skipped:
-            self.skipped_steps += 1
-        else:
-            self.num_updates += 1
-            if self._lr_schedule is not None:
-                self._lr_schedule.step(num_samples)
+        self.skipped_steps += result.skipped
+        self.num_updates += not result.skipped
+        if self._lr_schedule is not None and not result.skipped:
+            self._lr_schedule.step(num_samples)
         if advanced:
             self.step += 1
             self.consumed_samples += num_samples

@@ -90,7 +90,7 @@ def known_at_the_end(case: Case, where: str, count: int) -> Gradient:
     elif where == "step":
         result = engine.train_step(batches)
     else:
-        trial = engine.train_steps.gradient(batches)
+        _, trial = engine.train_steps.gradient(batches)
         seen = {name: part * trial.factor for name, part in rig.assemble().items()}
         return Gradient(seen, trial.norm, trial.loss, round(trial.reports["tokens"]), engine.groups.tp.rank())
     return Gradient(seen, result.grad_norm, result.loss, round(result.reports["tokens"]), engine.groups.tp.rank())

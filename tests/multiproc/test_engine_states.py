@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +30,11 @@ MODES: dict[str, dict] = {
 }
 
 
-def on(mode: str):
+def on(mode: str, **more):
     """An engine over two data-parallel ranks, or the two of a V, with the same weights each time."""
     in_a_v = "layout" in MODES[mode]
-    return engine(half_of_a_v if in_a_v else lambda rank: chunk_of(0, 1), keys=dict(batch=BATCH, **MODES[mode]))
+    model = half_of_a_v if in_a_v else lambda rank: chunk_of(0, 1)
+    return engine(model, keys=dict(batch=BATCH, **MODES[mode]), **more)
 
 
 def half_of_a_v(rank: int) -> list:
@@ -155,6 +157,47 @@ def failed(folder: str, mode: str) -> dict[str, Any]:
     return seen
 
 
+def own_errors(folder: str, mode: str) -> dict[str, str]:
+    """The texts of calls after an error of one of megaaccum's classes that the user's own code raised in the second
+    part of a step, in an evaluation, in an optimizer's step, or in weights that are loaded."""
+    import torch
+
+    from megaaccum.errors import DataError
+
+    armed: list[bool] = []
+
+    def breaks(*_) -> None:
+        raise DataError("a broken sample")
+
+    def made_of(params):
+        optimizer = torch.optim.AdamW(params)
+        optimizer.register_step_post_hook(lambda *_: breaks() if armed else None)
+        return optimizer
+
+    def broken_weights():
+        yield from itertools.islice(other.items(), 1)
+        breaks()
+
+    data, seen = own_batches(), {}
+    made = on(mode)
+    other = {name: 2 * tensor for name, tensor in made.whole_weights()}
+    made.forward_backward(data[:2])
+    seen["part"] = said(lambda: made.forward_backward(data[2:], forward_step_func=breaks))
+    seen["after part"], seen["save part"] = said(made.optim_step), said(lambda: made.save(f"{folder}/part"))
+    made = on(mode, forward_step_func=breaks)
+    seen["evaluation"], seen["after evaluation"] = said(lambda: made.evaluate(data)), said(lambda: made.evaluate(data))
+    made = on(mode, optimizer=made_of)
+    armed.append(True)
+    seen["update"], seen["after update"] = said(lambda: made.train_step(data)), said(lambda: made.train_step(data))
+    seen["save update"], seen["whole update"] = said(lambda: made.save(f"{folder}/update")), said(made.whole_weights)
+    seen["loaded"] = "" if made.load(f"{folder}/part") else "not"
+    seen["save loaded"] = said(lambda: made.save(f"{folder}/loaded"))
+    made = on(mode)
+    seen["weights"] = said(lambda: made.load_weights(broken_weights()))
+    seen["after weights"], seen["save weights"] = said(made.optim_step), said(lambda: made.save(f"{folder}/weights"))
+    return seen
+
+
 def gives_a_pair(data_iterator, chunk):
     return chunk(next(data_iterator)), lambda output: (output.square().sum(), {})
 
@@ -205,8 +248,8 @@ def draws(data_iterator, chunk):
 
 
 def random_states(folder: str) -> dict[str, bool]:
-    """Whether random states, of which forwards draw, are those of before an open step in its checkpoint, and after it
-    those that it has drawn on."""
+    """Whether random states, of which forwards draw, are those of before a step in the checkpoint of one that is open
+    or has failed, and after an open one's those that it has drawn on."""
     import torch
 
     from megaaccum.checkpoint import save_load
@@ -216,16 +259,48 @@ def random_states(folder: str) -> dict[str, bool]:
     data, before = own_batches(), rng.snapshot()["cpu"]
     made.forward_backward(data[:1], forward_step_func=draws)
     drawn = rng.snapshot()["cpu"]
-    saved = made.save(folder)
-    seen = {"kept": torch.equal(rng.snapshot()["cpu"], drawn), "has drawn": not torch.equal(before, drawn)}
-    reader = save_load.CheckpointReader(saved, save_load.read_progress(saved).metadata_sha256)
     key = f"rng/pp0/dp{torch.distributed.get_rank()}/tp0/cpu"
-    return seen | {"saved": torch.equal(reader.read([key])[key], before)}
+
+    def has_before() -> bool:
+        saved = made.save(folder)
+        reader = save_load.CheckpointReader(saved, save_load.read_progress(saved).metadata_sha256)
+        return torch.equal(reader.read([key])[key], before)
+
+    seen = {"open": has_before(), "kept": torch.equal(rng.snapshot()["cpu"], drawn)}
+    seen["has drawn"] = not torch.equal(before, drawn)
+    try_dying(made, data[1:])
+    return seen | {"failed": has_before()}
 
 
-def test_an_open_step_is_saved_with_the_random_states_of_before_it(tmp_path):
+def test_a_step_that_is_open_or_has_failed_is_saved_with_the_random_states_of_before_it(tmp_path):
     for seen in run_ranks(random_states, 2, str(tmp_path), timeout=90):
-        assert seen == {"kept": True, "has drawn": True, "saved": True}
+        assert seen == {"open": True, "kept": True, "has drawn": True, "failed": True}
+
+
+def states_after_a_trial() -> list[bool]:
+    """Whether a step had begun before a trial, and whether random states after the next step are those without it."""
+    import torch
+
+    from megaaccum.distributed import rng
+
+    data, ended = [own_batches() for _ in range(4)], []
+    keys = dict(batch=BATCH, run=dict(rng="megatron"), optimizer=dict(clip_grad=0.0), **MODES["zero-3 speculative"])
+    draws.weights = lambda microbatches: [4.0] * len(microbatches)
+    for tries in (False, True):
+        made = engine(half_of_a_v, keys=keys, forward_step_func=draws)
+        torch.manual_seed(1)
+        for microbatches, upcoming in itertools.pairwise(data):
+            made.train_step(microbatches, upcoming=upcoming)
+        has_begun, before = made.train_steps._begun is not None, rng.snapshot()["cpu"]
+        if tries:
+            try_on(made, data[3])
+        made.train_step(data[3])
+        ended.append(rng.snapshot()["cpu"])
+    return [has_begun, torch.equal(*ended), not torch.equal(before, ended[0])]
+
+
+def test_a_trial_leaves_the_random_states_of_before_a_step_that_has_begun():
+    assert run_ranks(states_after_a_trial, 2, timeout=90) == [[True, True, True]] * 2
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "layout" not in MODES[mode]])
@@ -234,6 +309,18 @@ def test_a_failed_engine(tmp_path, mode):
         assert seen.pop("first error") == "a kernel died"
         assert [seen.pop(name) for name in ("save", "load", "a new engine")] == [True] * 3
         assert len(seen) == 8 and all(text.startswith(FAILED) for text in seen.values()), seen
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "layout" not in MODES[mode]])
+def test_an_error_of_the_users_own_code_makes_a_failed_engine_whatever_its_class(tmp_path, mode):
+    """A step without the first of its two parts is no step, and a checkpoint has the weights of one."""
+    for seen in run_ranks(own_errors, 2, str(tmp_path), mode, timeout=90):
+        assert all("a broken sample" in seen.pop(name) for name in ("part", "evaluation", "update", "weights"))
+        failed = [seen.pop(f"after {name}") for name in ("part", "evaluation", "update", "weights")]
+        assert all(text.startswith("StepError: the engine failed before (DataError: ") for text in failed), failed
+        partial = [seen.pop(name) for name in ("save update", "whole update", "save weights")]
+        assert all(text.startswith("StepError: a change of the weights failed midway") for text in partial), partial
+        assert seen == {"save part": "", "loaded": "", "save loaded": ""}
 
 
 @pytest.mark.parametrize("mode", MODES)
