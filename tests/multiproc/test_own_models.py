@@ -11,9 +11,9 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine_inputs import batches, forward_step, said
 
 
-def of_unusual_shapes(backend: str) -> dict:
+def of_unusual_shapes(backend: str, folder: str) -> dict:
     """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, one that is read as
-    complex numbers, and a scalar where the backend takes it."""
+    complex numbers, and a scalar where the backend takes it. A checkpoint in `folder` takes them back."""
     import copy
 
     import torch
@@ -52,12 +52,18 @@ def of_unusual_shapes(backend: str) -> dict:
 
     engine.backend.step = compare
     engine.train_step(data[torch.distributed.get_rank() :: 2])
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    engine.save(folder)
+    engine.load_weights({name: tensor + 1 for name, tensor in before.items()})
+    assert engine.load(folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.whole_weights())
     return distances
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
-def test_parameters_of_unusual_shapes(backend):
-    found = {name: error for rank in run_ranks(of_unusual_shapes, 2, backend) for name, error in rank.items()}
+def test_parameters_of_unusual_shapes(backend, tmp_path):
+    ranks = run_ranks(of_unusual_shapes, 2, backend, str(tmp_path))
+    found = {name: error for rank in ranks for name, error in rank.items()}
     assert {"layer.weight", "layer.bias", "turned", "pairs"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
