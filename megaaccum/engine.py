@@ -489,7 +489,7 @@ class Engine:
         if plan is not self.plan:
             self._begin_at_zero(plan)
         if self.lr_schedule is not None and with_optimizer:
-            self.lr_schedule.load_state_dict(progress.lr_schedule)
+            self.lr_schedule.load_state_dict(progress.lr_schedule or {"num_steps": progress.consumed_samples})
         begun = {} if with_optimizer else {"num_updates": 0}
         self.train_steps.transaction.load_state_dict(
             progress.transaction | begun, step=progress.step, consumed_samples=progress.consumed_samples
