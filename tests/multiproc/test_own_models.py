@@ -605,3 +605,32 @@ def test_offsets_of_a_softmax_are_those_of_every_tp_rank():
     """Megatron-core 0.19 does not mark them as cut."""
     for found in run_ranks(offsets_of_a_softmax, 2):
         assert [*found.values()] == [[0.0, 1.0, 10.0, 11.0]]
+
+
+def in_another_precision(folder: str) -> list[str]:
+    """The precisions of a buffer in a model that loads the checkpoint of one in another precision, and then trains."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    def engine(bf16: bool):
+        model = torch.nn.Linear(8, 8, bias=False)
+        model.register_buffer("scale", torch.linspace(1, 2, 8))
+        model.forward = lambda batch: torch.nn.functional.linear(batch * model.scale, model.weight)
+        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=2)
+        plan = Plan.of(batch=batch, sharding=dict(backend="ddp", bf16=bf16))
+        model = model.bfloat16() if bf16 else model
+        return initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW), model
+
+    found = []
+    for before in (True, False):
+        engine(before)[0].save(f"{folder}/{before}")
+        made, model = engine(not before)
+        made.load(f"{folder}/{before}")
+        made.train_step([each.to(model.weight.dtype) for each in batches(2)])
+        found.append(str(model.scale.dtype))
+    return found
+
+
+def test_a_buffer_keeps_its_precision_whatever_the_checkpoints(tmp_path):
+    assert run_ranks(in_another_precision, 1, str(tmp_path)) == [["torch.float32", "torch.bfloat16"]]
