@@ -48,6 +48,7 @@ from megaaccum.upstream import adam
 
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
 """Errors that every rank raises together before anything has changed; the engine can be used after them."""
+_SCHEDULE = "learning-rate schedule (lr and train_iters)"
 
 
 def initialize(
@@ -473,7 +474,9 @@ class Engine:
     def differences(self, progress: save_load.Progress) -> dict[str, dict[str, str]]:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
-        schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
+        both = self.lr_schedule, progress.lr_schedule
+        schedule = resume.changed(*({_SCHEDULE: "one" if each else "none"} for each in both))
+        schedule = schedule or (self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule else {})
         then, config = progress.transaction, self.plan.config
         return {
             "model": resume.changed(unseen(config), then.get("model", {})),

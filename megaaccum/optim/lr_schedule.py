@@ -95,8 +95,6 @@ class LrSchedule:
         """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
         the same batches, each with the key to set back. If the checkpoint's holds in any case, only those by which
         groups with rates of their own were made."""
-        if not state:
-            return {"lr: the checkpoint was made without a learning-rate schedule, the plan has one": "leave lr out"}
         if missing := sorted(self.state_dict().keys() - state.keys()):
             return {f"the checkpoint's learning-rate schedule lacks {listed(missing)}": "it is not one of megaaccum"}
         ramp = _ramp_of(state)

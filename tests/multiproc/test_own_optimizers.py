@@ -234,9 +234,9 @@ def test_optimizers_that_are_refused(tmp_path):
             assert words in said[case], (case, said[case])
 
 
-def into_a_schedule(folder: str) -> tuple[str, int, float]:
-    """The error of a run with a schedule that resumes from one without, then its step and rate where that is
-    permitted."""
+def into_a_schedule(folder: str) -> tuple[str, int, float, str]:
+    """The error of a run with a schedule that resumes from one without, then its step and rate where that is permitted,
+    and the error of the way back."""
     from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, said
 
     batch, sharding = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4), dict(backend="ddp")
@@ -254,11 +254,14 @@ def into_a_schedule(folder: str) -> tuple[str, int, float]:
     refused = said(lambda: made([], lr=1e-2).load(folder))
     permitted = made(["lr_schedule"], lr=1e-2)
     assert permitted.load(folder)
-    return refused, permitted.step, permitted.param_groups[0]["lr"]
+    at = permitted.step, permitted.param_groups[0]["lr"]
+    permitted.save(folder)
+    return refused, *at, said(lambda: made([]).load(folder))
 
 
-def test_a_run_without_a_schedule_continues_with_one(tmp_path):
-    ((refused, step, lr),) = run_ranks(into_a_schedule, 1, str(tmp_path))
-    assert "lr: the checkpoint was made without a learning-rate schedule, the plan has one; leave lr out" in refused
-    assert "set override to lr_schedule" in refused
+def test_a_run_without_a_schedule_continues_with_one_where_that_is_permitted(tmp_path):
+    ((refused, step, lr, back),) = run_ranks(into_a_schedule, 1, str(tmp_path))
+    text = "learning-rate schedule (lr and train_iters): the checkpoint was made with {}, the configuration says {}"
+    assert text.format("none", "one") in refused and "set override to lr_schedule" in refused
+    assert text.format("one", "none") in back
     assert (step, lr) == (3, pytest.approx(0.7e-2))  # of a linear decay to 0 in ten steps
