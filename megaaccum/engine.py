@@ -49,6 +49,7 @@ from megaaccum.upstream import adam
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
 """Errors that every rank raises together before anything has changed; the engine can be used after them. In the middle
 of a flush or an update the user's code has raised them, and the engine has failed as after any other."""
+_SCHEDULE = "learning-rate schedule (lr and train_iters)"
 
 
 def initialize(
@@ -478,7 +479,9 @@ class Engine:
     def differences(self, progress: save_load.Progress) -> dict[str, dict[str, str]]:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
-        schedule = self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule is not None else {}
+        both = self.lr_schedule, progress.lr_schedule
+        schedule = resume.changed(*({_SCHEDULE: "one" if each else "none"} for each in both))
+        schedule = schedule or (self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule else {})
         then, config = progress.transaction, self.plan.config
         return {
             "model": resume.changed(unseen(config), then.get("model", {})),
@@ -494,7 +497,7 @@ class Engine:
         if plan is not self.plan:
             self._begin_at_zero(plan)
         if self.lr_schedule is not None and with_optimizer:
-            self.lr_schedule.load_state_dict(progress.lr_schedule)
+            self.lr_schedule.load_state_dict(progress.lr_schedule or {"num_steps": progress.consumed_samples})
         begun = {} if with_optimizer else {"num_updates": 0}
         self.train_steps.transaction.load_state_dict(
             progress.transaction | begun, step=progress.step, consumed_samples=progress.consumed_samples

@@ -103,7 +103,7 @@ class Piece:
     @property
     def key(self) -> str:
         """The piece's key in the checkpoint."""
-        shape = "x".join(map(str, self.shape)) or "1"
+        shape = "x".join(map(str, self.shape))
         cut = f"{self.cut.rows}:{self.cut.run}of{self.cut.runs}"
         return f"{self.name}/{self.kind}/{shape}/{cut}/{self.start}:{self.stop}"
 
@@ -111,7 +111,7 @@ class Piece:
     def parse(cls, key: str) -> Self:
         """The piece under `key`."""
         name, kind, sizes, cut, span = key.rsplit("/", 4)
-        shape = tuple(map(int, sizes.split("x")))
+        shape = tuple(map(int, sizes.split("x"))) if sizes else ()
         rows, _, runs = cut.partition(":")
         run, _, count = runs.partition("of")
         start, stop = map(int, span.split(":"))
@@ -275,7 +275,7 @@ def check_fit(
         name, here, there = state.name, tuple(names.whole_shape(state.param, groups)), stored.shape(state.name)
         if there is None:
             wrong.append(f"{current} has no {name}")
-        elif there != here:
+        elif (there or (1,)) != (here or (1,)):  # a scalar is a vector of one element
             wrong.append(f"{name} is {as_product(there)} in {current}, but {as_product(here)} in the model")
         elif not only_weights and (words := _frozen_or_not(stored, state, backend.matrices)):
             wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")

@@ -162,7 +162,7 @@ def load(
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
     for name, buffer in buffers.items():
         if _BUFFER + name in read:
-            _copy_into(buffer, read[_BUFFER + name])
+            _copy_into(name, buffer, read[_BUFFER + name])
     backend.adopt_state(0 if only_weights else progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: read[key] for key in random})
     return progress
@@ -219,11 +219,10 @@ def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> s
     return set(shapes)
 
 
-def _copy_into(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    if buffer.dtype == value.dtype:
-        buffer.detach().copy_(value)  # in place: Transformer Engine holds views of its histories
-    else:
-        buffer.data = value.to(buffer.device)  # DeepSpeed has cast an FP32 buffer of a BF16 model
+def _copy_into(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.dtype.itemsize == 2 and name.endswith(".expert_bias"):
+        buffer.data = buffer.data.float()  # as Megatron does in a forward, before which its Float16Module has cast it
+    buffer.detach().copy_(value)  # in place: Transformer Engine holds views of its histories
 
 
 _BUFFER, _RNG = "buffer/", "rng/"

@@ -226,7 +226,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 def _entry(word: str, seq_length: int) -> Interval:
     try:
         tokens, size = (_number(part) for part in word.split(":"))
-    except ValueError:
+    except (ValueError, OverflowError):  # of infinity
         tokens, size = -1, 0
     if tokens < 0 or size < 1:
         raise ConfigError(f"step_batch_size_schedule: {word!r} is not TOKENS:SEQUENCES, as in 250B:1536.")

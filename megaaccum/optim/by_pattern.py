@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,14 +20,13 @@ Factors = dict[str, float]
 
 def factors(key: str, texts: list[str]) -> Factors:
     """The factors of `PATTERN=FACTOR` texts. Raises ConfigError for another text, and for a factor below 0."""
-    found = {}
+    found: Factors = {}
     for text in texts:
         pattern, equals, number = text.rpartition("=")
-        try:
+        found.pop(pattern, None)  # a pattern that is given again moves to the end: the last that fits holds
+        with suppress(ValueError):
             found[pattern] = float(number)
-        except ValueError:
-            equals = ""
-        if not equals or not math.isfinite(found[pattern]) or found[pattern] < 0:
+        if not equals or not 0 <= found.get(pattern, -1.0) < math.inf:
             raise ConfigError(
                 f"{key} {text!r}: write PATTERN=FACTOR with a factor of at least 0, as in embedding.*=0.1"
             )
@@ -56,8 +56,7 @@ def split_groups(plan: Plan, groups: list[ParamGroup]) -> list[ParamGroup]:
     """The groups with the plan's factors on learning rates and weight decay: one for each pair of factors."""
     keys = plan.config.optimizer
     lr, wd = factors("lr_mult", keys.lr_mult), factors("wd_mult", keys.wd_mult)
-    rates = (keys.lr, keys.min_lr)
-    return [each for group in groups for each in _split(group, lr, wd, rates)] if lr or wd else groups
+    return [each for group in groups for each in _split(group, lr, wd, (keys.lr, keys.min_lr))]
 
 
 def _split(group: ParamGroup, lr: Factors, wd: Factors, rates: tuple[float, float]) -> list[ParamGroup]:

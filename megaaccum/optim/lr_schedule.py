@@ -9,7 +9,7 @@ from megaaccum.config import lr_scaling, lr_spans
 from megaaccum.config.batch_ramp import BatchRamp
 from megaaccum.config.keys import all_keys
 from megaaccum.config.schema import Config
-from megaaccum.errors import CheckpointError
+from megaaccum.errors import CheckpointError, listed
 
 if TYPE_CHECKING:
     import torch
@@ -89,16 +89,14 @@ class LrSchedule:
             for name in KEY_OF_STATE:
                 setattr(self._scheduler, name, state[name])
         # Megatron's own load adds the position to the present one, which is right only on a schedule that never moved.
-        self._scheduler.num_steps = 0
-        self._scheduler.step(increment=int(state["num_steps"]))
+        self._scheduler.step(increment=int(state["num_steps"]) - self._scheduler.num_steps)
 
     def differences(self, state: dict[str, Any]) -> dict[str, str]:
         """The numbers in which the configuration lays out another schedule than the one that `state` comes from, over
         the same batches, each with the key to set back. If the checkpoint's holds in any case, only those by which
         groups with rates of their own were made."""
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            what = f"the checkpoint's learning-rate schedule lacks {', '.join(missing)}"
-            return {what: "it is damaged, or not one of megaaccum"}
+            return {f"the checkpoint's learning-rate schedule lacks {listed(missing)}": "it is not one of megaaccum"}
         ramp = _ramp_of(state)
         mine = scheduler_arguments(self._config, ramp)
         return dict(

@@ -11,9 +11,9 @@ from megaaccum.lab.verification.testing import run_ranks
 from tests.multiproc.test_engine_inputs import batches, forward_step, said
 
 
-def of_unusual_shapes(backend: str) -> dict:
+def of_unusual_shapes(backend: str, folder: str) -> dict:
     """How far the gradient of each parameter is from torch's own, over two ranks: a transposed one, one that is read as
-    complex numbers, and a scalar where the backend takes it."""
+    complex numbers, and a scalar where the backend takes it. A checkpoint in `folder` takes them back."""
     import copy
 
     import torch
@@ -52,12 +52,18 @@ def of_unusual_shapes(backend: str) -> dict:
 
     engine.backend.step = compare
     engine.train_step(data[torch.distributed.get_rank() :: 2])
+    before = {name: tensor.clone() for name, tensor in engine.whole_weights()}
+    engine.save(folder)
+    engine.load_weights({name: tensor + 1 for name, tensor in before.items()})
+    assert engine.load(folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.whole_weights())
     return distances
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2", "megatron", "ddp"])
-def test_parameters_of_unusual_shapes(backend):
-    found = {name: error for rank in run_ranks(of_unusual_shapes, 2, backend) for name, error in rank.items()}
+def test_parameters_of_unusual_shapes(backend, tmp_path):
+    ranks = run_ranks(of_unusual_shapes, 2, backend, str(tmp_path))
+    found = {name: error for rank in ranks for name, error in rank.items()}
     assert {"layer.weight", "layer.bias", "turned", "pairs"} <= found.keys()
     assert ("scale" in found) == (backend in ("ddp", "megatron"))
     assert max(found.values()) < 1e-6
@@ -599,3 +605,32 @@ def test_offsets_of_a_softmax_are_those_of_every_tp_rank():
     """Megatron-core 0.19 does not mark them as cut."""
     for found in run_ranks(offsets_of_a_softmax, 2):
         assert [*found.values()] == [[0.0, 1.0, 10.0, 11.0]]
+
+
+def in_another_precision(folder: str) -> list[str]:
+    """The precisions of a buffer in a model that loads the checkpoint of one in another precision, and then trains."""
+    import torch
+
+    from megaaccum import Plan, initialize
+
+    def engine(bf16: bool):
+        model = torch.nn.Linear(8, 8, bias=False)
+        model.register_buffer("scale", torch.linspace(1, 2, 8))
+        model.forward = lambda batch: torch.nn.functional.linear(batch * model.scale, model.weight)
+        batch = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=2)
+        plan = Plan.of(batch=batch, sharding=dict(backend="ddp", bf16=bf16))
+        model = model.bfloat16() if bf16 else model
+        return initialize(plan, model, forward_step_func=forward_step, optimizer=torch.optim.AdamW), model
+
+    found = []
+    for before in (True, False):
+        engine(before)[0].save(f"{folder}/{before}")
+        made, model = engine(not before)
+        made.load(f"{folder}/{before}")
+        made.train_step([each.to(model.weight.dtype) for each in batches(2)])
+        found.append(str(model.scale.dtype))
+    return found
+
+
+def test_a_buffer_keeps_its_precision_whatever_the_checkpoints(tmp_path):
+    assert run_ranks(in_another_precision, 1, str(tmp_path)) == [["torch.float32", "torch.bfloat16"]]

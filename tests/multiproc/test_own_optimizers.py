@@ -232,3 +232,36 @@ def test_optimizers_that_are_refused(tmp_path):
     for said in run_ranks(refusals, 2, str(tmp_path), timeout=90):
         for case, words in REFUSED.items():
             assert words in said[case], (case, said[case])
+
+
+def into_a_schedule(folder: str) -> tuple[str, int, float, str]:
+    """The error of a run with a schedule that resumes from one without, then its step and rate where that is permitted,
+    and the error of the way back."""
+    from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, said
+
+    batch, sharding = dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4), dict(backend="ddp")
+
+    def made(override: list, **optimizer):
+        run = dict(override=override, **({"train_iters": 10} if optimizer else {}))
+        return engine(
+            lambda rank: chunk_of(0, 1), keys=dict(batch=batch, sharding=sharding, optimizer=optimizer, run=run)
+        )
+
+    one = made([])
+    for _ in range(3):
+        one.train_step(batches(4))
+    one.save(folder)
+    refused = said(lambda: made([], lr=1e-2).load(folder))
+    permitted = made(["lr_schedule"], lr=1e-2)
+    assert permitted.load(folder)
+    at = permitted.step, permitted.param_groups[0]["lr"]
+    permitted.save(folder)
+    return refused, *at, said(lambda: made([]).load(folder))
+
+
+def test_a_run_without_a_schedule_continues_with_one_where_that_is_permitted(tmp_path):
+    ((refused, step, lr, back),) = run_ranks(into_a_schedule, 1, str(tmp_path))
+    text = "learning-rate schedule (lr and train_iters): the checkpoint was made with {}, the configuration says {}"
+    assert text.format("none", "one") in refused and "set override to lr_schedule" in refused
+    assert text.format("one", "none") in back
+    assert (step, lr) == (3, pytest.approx(0.7e-2))  # of a linear decay to 0 in ten steps

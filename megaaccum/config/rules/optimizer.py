@@ -96,10 +96,11 @@ def matrices(subject: Subject) -> Iterator[str]:
             f"offload_optimizer {subject.sharding.offload_optimizer}: SOAP's state stays on the devices of its owners:"
             " set it to none."
         )
-    if optimizer.muon_scalar_weight_decay and not optimizer.weight_decay:
+    moves = optimizer.weight_decay_incr_style != "constant"
+    if optimizer.muon_scalar_weight_decay and (moves or not optimizer.weight_decay):
         yield (
-            f"muon_scalar_weight_decay {optimizer.muon_scalar_weight_decay:g} is a share of weight_decay, which is 0:"
-            " set weight_decay above 0."
+            f"muon_scalar_weight_decay {optimizer.muon_scalar_weight_decay:g} is a share of weight_decay, which"
+            f" {'moves: set weight_decay_incr_style to constant' if moves else 'is 0: set weight_decay above 0'}."
         )
     groups = subject.model.num_query_groups
     if optimizer.muon_split_qkv and groups is not None and groups % tp:

@@ -40,7 +40,8 @@ class StepConfig:
     grad_norm_guard: Literal["off", "warn", "skip", "stop"] = "off"
     """The response to a gradient norm far above its moving average."""
     grad_norm_guard_deviations: Annotated[float, Facts(above=0, needs="grad_norm_guard")] = 6.0
-    """The distance from the average, in standard deviations of the norm (a moving average too), that triggers it."""
+    """The distance from the average, in standard deviations of the norm (a moving average too, at least 5 % of the
+    average), that triggers it."""
     grad_norm_guard_window: Annotated[int, Facts(at_least=1, needs="grad_norm_guard")] = 100
     """Steps over which the averages are taken; the guard is silent until there are that many."""
     noise_scale_window: Annotated[int, Facts(at_least=0)] = 0

@@ -237,3 +237,9 @@ def test_a_kind_that_is_missing_or_cut_endlessly_is_damage():
     with pytest.raises(DamagedCheckpoint, match="lacks elements"):
         StoredPieces({endless: (1,)}).overlapping(wanted)
     assert stored.overlapping(Piece("layer.weight", "param", (4, 2), Cut(8), 2, 5)) == [(Piece.parse(KEY), 2, 5)]
+
+
+def test_the_key_of_a_scalar_is_read_as_one():
+    scalar = Piece("scale", "param", (), Cut(1), 0, 1)
+    assert Piece.parse(scalar.key) == scalar
+    assert StoredPieces({scalar.key: (1,)}).shape("scale") == ()

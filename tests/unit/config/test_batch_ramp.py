@@ -164,6 +164,7 @@ REFUSED = [
     (dict(step_batch_size_schedule="64:8 1K:64"), "thresholds must grow from 0"),
     (dict(step_batch_size_schedule="0:8 10:64"), "thresholds must grow from 0, in whole samples of seq_length 64"),
     (dict(step_batch_size_schedule="0:8 1K"), "'1K' is not TOKENS:SEQUENCES"),
+    (dict(step_batch_size_schedule="0:8 1e999:64"), "'1e999:64' is not TOKENS:SEQUENCES"),
 ]
 
 

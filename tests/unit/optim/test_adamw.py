@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megaaccum.optim import adamw
+from megaaccum.optim import adamw, by_pattern
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("deepspeed", "apex"), ("fsdp2", "torch")])
@@ -34,3 +34,8 @@ def test_apex_steps_plain_memory_alone(monkeypatch: pytest.MonkeyPatch, backend:
 )
 def test_a_rank_that_trains_nothing_is_told_what_it_has(count: int, words: str):
     assert words in str(adamw.untrained(count, "cut the model"))
+
+
+def test_the_last_pattern_that_fits_holds_also_if_it_was_given_before():
+    found = by_pattern.factors("lr_mult", ["embedding.*=0.1", "*=0.5", "embedding.*=0.2"])
+    assert by_pattern.factor_of("embedding.word_embeddings.weight", found) == 0.2

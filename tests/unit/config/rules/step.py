@@ -156,6 +156,14 @@ BROKEN: list[Case] = [
     ("matrices", 1, dict(optimizer="soap", offload_optimizer="cpu"), ["SOAP's state stays on the devices"]),
     ("matrices", 1, dict(optimizer="muon", weight_decay=0, muon_scalar_weight_decay=0.1), ["share of weight_decay"]),
     (
+        "matrices", 1,
+        dict(
+            optimizer="muon", weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.2,
+            muon_scalar_weight_decay=0.1,
+        ),
+        ["which moves", "set weight_decay_incr_style to constant"],
+    ),
+    (
         "matrices", 4,
         dict(optimizer="muon", tensor_model_parallel_size=4, num_attention_heads=4, num_query_groups=2),
         ["tensor_model_parallel_size 4", "num_query_groups 2", "muon_split_qkv to false"],
