@@ -63,6 +63,8 @@ class Source:
         if not self.command:
             yield LoadedConfig(*read(self.path, self.words), name=str(self.path or "the command line"))
             return
+        if self.path is not None:
+            raise ConfigError(f"{self.path}: no effect beside the command after --, which is recorded: leave it out.")
         from megaaccum.pretrain.interop.launch_script import recorded  # with psutil, which a file does without
 
         with recorded(self.command, jail=self.jail) as launch:
@@ -108,6 +110,19 @@ def command_parser(command: str, description: str | None, usage: str | None = No
     )
 
 
+def refuse_idle(parser: argparse.ArgumentParser, args: argparse.Namespace, rules: dict[str, str]) -> None:
+    """End the command for an option that would be ignored. rules: of an option those of which it needs one, or after
+    `not` those that set it aside, with | between. An option with the value of its default counts as not given."""
+    told = [name for name, each in vars(args).items() if each != parser.get_default(name)]
+    given = {f"--{spelt}" for name in told for spelt in (name, name.replace("_", "-"))}
+    for option, rule in rules.items():
+        others = rule.removeprefix("not ").split("|")
+        found = [each for each in others if each in given]
+        if option in given and bool(found) == rule.startswith("not "):
+            without = f"without {' or '.join(others)}: give that, or leave {option} out"
+            parser.error(f"{option}: no effect {f'beside {found[0]}: leave one of them out' if found else without}")
+
+
 def names_in(value: str) -> list[str]:
     """The names that commas separate in `value`."""
     return [name for name in value.split(",") if name]
@@ -122,11 +137,7 @@ def count(text: str) -> int:
 
 def positive(value: str) -> float:
     """A finite number above 0, for argparse."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
+    if not 0 < (number := float(value)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{value}: a number above 0")
     return number
 

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 
 import yaml
 
-from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks, positive
+from megaaccum.cli.arguments import Source, command_parser, count, fewest_ranks, positive, refuse_idle
 from megaaccum.config import resolve
 from megaaccum.lab.search.profile import write_profile
 from megaaccum.texts import write_text
+
+_RULES = {"--repeats": "--layers", "--dp": "--layers", "--like": "not --layers", "--seconds": "not --layers"}
+"""Options of one of the two kinds of measurement (`refuse_idle`)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,6 +59,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(list(argv))
     if (args.name is None) == (args.layers is None):
         parser.error("give NAME to measure this machine, or --layers CONFIG to measure a model's layers")
+    refuse_idle(parser, args, _RULES)
     if overrides and args.layers is None:
         parser.error(f"unknown option {overrides[0]}")
     args.output = args.output or ("hardware.yaml" if args.layers is None else "layers.json")

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megaaccum import units
 from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, ranks_told, read_source
@@ -94,7 +94,8 @@ def describe(
     parts = (_batch, _ramp, _rates, _schedule, _model, _sharding)
     sections = [_layout(plan, source), *(part(plan) for part in parts), ("Derived and set aside", plan.notes)]
     if with_json:
-        sections.append(("DeepSpeed is given", json.dumps(deepspeed_config(plan), indent=2).splitlines()))
+        backend, block = plan.config.sharding.backend, json.dumps(deepspeed_config(plan), indent=2).splitlines()
+        sections.append(("DeepSpeed is given", block if backend == "deepspeed" else [f"nothing: backend is {backend}"]))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines)
 
 
@@ -363,11 +364,11 @@ def _matrices(plan: Plan) -> list[str]:
     ]
 
 
-def _fp8(plan: Plan) -> list[str]:
-    """The numbers that FP8 computes in, and the source of its scales."""
+def _fp8(plan: Plan) -> Iterator[str]:
+    """Yields the numbers that FP8 computes in, and the source of its scales."""
     keys, at = plan.config.quantization, plan.layout
     if keys.fp8_format is None:
-        return []
+        return
     formats = {"e4m3": "e4m3", "hybrid": "e4m3 forward and e5m2 for gradients"}
     scales = {
         "delayed": f"by {keys.fp8_amax_compute_algo} of the last {keys.fp8_amax_history_len} micro-batches, the same on"
@@ -376,34 +377,29 @@ def _fp8(plan: Plan) -> list[str]:
         "blockwise": "one per block of 128 (Hopper)",
         "mxfp8": "one per 32 numbers (Blackwell)",
     }
-    lines = [
+    yield (
         f"FP8 products of linear layers in {formats[keys.fp8_format]}, fp8_recipe {keys.fp8_recipe}: scales"
-        f" {scales[keys.fp8_recipe]}",
-        "FP8 copies of weights are made once per step; FP32 masters, sums over micro-batches in FP32",
-    ]
+        f" {scales[keys.fp8_recipe]}"
+    )
+    yield "FP8 copies of weights are made once per step; FP32 masters, sums over micro-batches in FP32"
     if keys.first_last_layers_bf16:
         first, last = keys.num_layers_at_start_in_bf16, keys.num_layers_at_end_in_bf16
-        lines.append(f"in BF16: the first {first} and the last {last} layers")
-    return lines
+        yield f"in BF16: the first {first} and the last {last} layers"
 
 
-def _policies(plan: Plan) -> list[str]:
-    """Bytes that the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
+def _policies(plan: Plan) -> Iterator[str]:
+    """Yields bytes that the sync modes move and hold, on the rank with the most; nothing without a vocabulary."""
     rows, _ = _vocabulary(plan.config)
     if rows is None or plan.layout.schedule not in SCHEDULES:
-        return []
-    lines = [
-        "bytes received from other data-parallel ranks per step, and predicted memory, on the rank with the most:",
-        f"  {'':<28}{'moved':>12}{'held':>12} = {'parameters':>12}{'gradients':>12}{'optimizer':>12}"
-        f"{'activations':>13}{'rest':>12}",
-    ]
+        return
+    yield "bytes received from other data-parallel ranks per step, and predicted memory, on the rank with the most:"
+    heads = f"{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'rest':>12}"
+    yield f"  {'':<28}{'moved':>12}{'held':>12} = {heads}"
     for row in sync_mode.Forecast(plan, rows).every():
         mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
-        cells = [units.amount(size) for size in (row.moved.total, row.held, *shown, row.held - sum(shown))]
-        moved, held, *kinds, rest = cells
+        moved, held, *kinds, rest = map(units.amount, (row.moved.total, row.held, *shown, row.held - sum(shown)))
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
-        lines.append(f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}")
+        yield f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}"
         if mark and row.held > MOST_COMMON:
-            lines.append(f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}")
-    return lines
+            yield f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}"

@@ -4,7 +4,6 @@ megaaccum's keys, with what was noted as comments.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ import yaml
 
 from megaaccum.cli.arguments import command_parser, read_source
 from megaaccum.config.schema import Config
-from megaaccum.errors import ConfigError, printable
+from megaaccum.errors import printable
 from megaaccum.lab.planner.layout_config import as_sections
 
 _USAGE = """megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
@@ -20,16 +19,13 @@ _USAGE = """megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `megaaccum convert` with these arguments; returns the exit code, 2 if the source has errors."""
+    """Run `megaaccum convert`; returns the exit code. Raises ConfigError for a source with errors."""
     if not argv or argv[0] in ("-h", "--help"):
         command_parser("convert", __doc__, _USAGE).print_help()
         return 0 if argv else 2
     with read_source(argv).load() as loaded:
-        if not loaded.problems:
-            print(as_yaml(loaded.config, loaded.name, loaded.world_size), end="")
-            return 0
-    print(ConfigError(loaded.problems), file=sys.stderr)
-    return 2
+        print(as_yaml(loaded.checked(), loaded.name, loaded.world_size), end="")
+    return 0
 
 
 def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:

@@ -216,9 +216,8 @@ def gpu_names() -> list[str]:
 def check_tools(which: Callable[[str], str | None]) -> list[Finding]:
     """The compiler and ninja, by which DeepSpeed builds those of its operators that a run asks for."""
     found = which(os.environ.get("CXX") or "c++") or which("g++")
-    findings = [_tool("C++ compiler", found, "Install one (Debian, Ubuntu: apt-get install g++).")]
-    findings.append(_tool("ninja", which("ninja"), "Install it (uv pip install ninja)."))
-    return findings
+    compiler = _tool("C++ compiler", found, "Install one (Debian, Ubuntu: apt-get install g++).")
+    return [compiler, _tool("ninja", which("ninja"), "Install it (uv pip install ninja).")]
 
 
 def _tool(name: str, path: str | None, remedy: str) -> Finding:

@@ -11,23 +11,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.cli.arguments import command_parser
+from megaaccum.cli.arguments import command_parser, refuse_idle
 from megaaccum.errors import ConfigError
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
+_OF_HF = ("--via", "--like", "--family", "--max_shard_size")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum export` with these arguments; returns the exit code. Raises MegaaccumError."""
     args = _parse(argv)
-    if (match := re.fullmatch(r"(\d+)(MB|GB|)", args.max_shard_size)) is None:
+    if (match := re.fullmatch(r"([1-9]\d*)(MB|GB|)", args.max_shard_size)) is None:
         raise ConfigError(f"--max_shard_size {args.max_shard_size}: give bytes, or a number with MB or GB, as in 5GB")
-    if (args.via or args.like) and args.hf is None:
-        raise ConfigError("--via and --like say how a Hugging Face model is written: give --hf DIR")
-    if args.only_weights and args.megatron is None:
-        raise ConfigError(
-            "--only_weights leaves the optimizer's state out of Megatron's checkpoint: give --megatron DIR"
-        )
     from megaaccum.platform import cpu
 
     cpu.install()  # before Megatron is imported
@@ -50,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         family=args.family,
         dtype=args.dtype,
         like=args.like,
-        via_bridge=args.via == "bridge",
+        via_bridge=bool(args.via),
     )
     export.write(args.hf, max_shard_bytes=int(match[1]) * _UNITS[match[2]])
     made = "made of the run's configuration" if export.content is None else f"that of {export.source}"
@@ -76,4 +71,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--via", choices=("bridge",), help="weights by Megatron-Bridge's mapping, if it is installed")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="default: params_dtype of the run")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="the most bytes of a file (default: 5GB)")
-    return parser.parse_args(list(argv))
+    args = parser.parse_args(list(argv))
+    refuse_idle(parser, args, dict.fromkeys(_OF_HF, "--hf") | {"--only_weights": "--megatron"})
+    return args

@@ -52,7 +52,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="draw among those of this probability")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="of a run (default: the current one)")
     args, words = parser.parse_known_args(list(argv))
-    if args.max_new_tokens < 1 or args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise ConfigError("max_new_tokens must be at least 1, temperature and top_k at least 0, top_p in (0, 1]")
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
         raise ConfigError("--top_k and --top_p draw, but --temperature 0 takes the likeliest token: set it above 0")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.cli.arguments import add_search_flags, command_parser, count, held_axes, read_source
+from megaaccum.cli.arguments import add_search_flags, command_parser, count, held_axes, read_source, refuse_idle
 from megaaccum.config import Config, precision
 from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner import layout_config, report
@@ -27,6 +27,12 @@ from megaaccum.lab.search.profile import read_profile
 from megaaccum.pretrain.launch.hostfile import read_hostfile
 from megaaccum.units import GIB
 
+_ONE = "not --why-not|--explain"
+_RULES = {"--row": "--write", "--even": "--write", "--profile": "--search|--write", "--gpus": "not --hostfile"}
+_RULES |= {"--top": _ONE, "--search": _ONE, "--explain": "not --why-not|--json", "--wide": f"{_ONE}|--json"}
+_RULES |= {"--json": "not --why-not", "--write": "not --why-not"}
+"""Options that need others, or that answers of one layout set aside (`refuse_idle`)."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `megaaccum plan` with these arguments; returns the exit code.
@@ -34,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no layout is legal or fits, or an argument cannot be used.
     """
-    args, source = read_source(argv).parse(_parser())
+    parser = _parser()
+    args, source = read_source(argv).parse(parser)
+    refuse_idle(parser, args, _RULES)
     config = source.loaded_config()
     world_size, per_node = _gpus(args, config)
     hardware = load_hardware(args.gpu, file=args.hardware, gpus_per_node=per_node)
@@ -58,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     usage = "megaaccum plan CONFIG [--hostfile F | --gpus N] [--gpu NAME] [options] [--key value ...]"
     parser = command_parser("plan", __doc__, usage)
     add_search_flags(parser)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (default: the file's world_size)")
-    group.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
+    parser.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (default: the file's world_size)")
+    parser.add_argument("--hostfile", metavar="F", help="count the GPUs of this DeepSpeed hostfile (host slots=N)")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(names())} (default h100)")
     parser.add_argument("--from-run", metavar="RECEIPT", help="scale times by what a run of this model measured")
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (default: the hardware's)")
@@ -73,9 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="seconds of each row in a searched order of its passes")
     parser.add_argument("--explain", type=int, metavar="ROW", help="write out the arithmetic of a row of the table")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    answer = parser.add_mutually_exclusive_group()
-    answer.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
-    answer.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
+    parser.add_argument("--why-not", metavar="AXIS=VALUE,...", help="what keeps a layout from the top")
+    parser.add_argument("--write", metavar="F", help="write the configuration of --row as YAML")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row that --write writes (default 1)")
     parser.add_argument("--profile", metavar="F", help="measured costs of the layers, for --search and --write")
     parser.add_argument("--even", action="store_true", help="--write splits the layers evenly")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, positive, read_source
+from megaaccum.cli.arguments import command_parser, count, fewest_ranks, names_in, positive, read_source, refuse_idle
 from megaaccum.config import resolve
 from megaaccum.config.keys import names_where
 from megaaccum.errors import ConfigError, ScheduleError, printable
@@ -117,7 +117,6 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
         pp_microbatches=args.microbatches, grad_accum_steps=1,
     )  # fmt: skip
     if row.cut is not None and args.cut:
-        assert args.profile is not None
         keys["pipeline_model_parallel_layout"] = layout_of_cut(read_profile(args.profile), row.cut)
     elif name == "interleaved":
         keys["virtual_pipeline_model_parallel_size"] = row.schedule.chunks
@@ -240,18 +239,15 @@ def _about(verdict: Comparison, searched: Row, named: Row) -> str:
     return f"searched order taken: {figures}" if verdict.adopted else f"searched order left, {name} stays: {figures}"
 
 
-def _about_cuts(rows: Sequence[Row], profile: Profile | None, args: argparse.Namespace) -> Sequence[str]:
+def _about_cuts(rows: Sequence[Row], profile: Profile | None, args: argparse.Namespace) -> Iterator[str]:
     """The cut of each schedule, and how far it is from the least of all cuts."""
-    lines = []
     for row in rows:
-        if profile is None or row.cut is None or not args.cut:
-            continue
-        least = bound_of_cuts(profile, row.schedule)
-        lines.append(
-            f"cut for {row.schedule.name}: {'-'.join(map(str, row.cut))} = {describe_cut(profile, row.cut)}"
-            f" ({row.simulation.makespan / least - 1:.2%} over the bound of all cuts)"
-        )
-    return lines
+        if profile is not None and row.cut is not None and args.cut:
+            least = bound_of_cuts(profile, row.schedule)
+            yield (
+                f"cut for {row.schedule.name}: {'-'.join(map(str, row.cut))} = {describe_cut(profile, row.cut)}"
+                f" ({row.simulation.makespan / least - 1:.2%} over the bound of all cuts)"
+            )
 
 
 def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
@@ -314,8 +310,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--vpp and --group-size are the interleaved schedule's: name it in --schedule or --compare")
     if args.cost and args.profile:
         parser.error("--profile FILE has the costs of every layer: leave --cost out")
-    if args.cut and args.profile is None:
-        parser.error("--cut needs --profile FILE")
+    needs = {"--cut": "--profile", "--config": "--write", "--iterations": "--search", "--seed": "--search"}
+    refuse_idle(parser, args, needs)
     if not 0 <= args.p2p < float("inf"):
         parser.error(f"--p2p {args.p2p:g}: a time from 0 on")
     if args.png:

@@ -80,9 +80,8 @@ def _announce(ranks: int | None) -> None:
 
 def _written(config: Config, name: str) -> str:
     """A recorded configuration in a file, for the ranks to read."""
-    folder = Path(config.run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "recorded.yaml"
+    path = Path(config.run.output_dir) / "recorded.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, as_yaml(config, name))
     return str(path)
 

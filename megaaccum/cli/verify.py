@@ -137,6 +137,5 @@ def _world_size(config: configuration.Config) -> int:
     """The ranks that the file was made for; else twice the fewest that the layout allows if the batch can be cut for
     them, else the fewest."""
     fewest = fewest_ranks(config)
-    if config.run.world_size is not None:
-        return fewest
-    return fewest if problems_of(configuration.resolve, config, world_size=2 * fewest) else 2 * fewest
+    settled = config.run.world_size is not None or problems_of(configuration.resolve, config, world_size=2 * fewest)
+    return fewest if settled else 2 * fewest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ def measure(like: str, *, seconds: float) -> dict[str, Any] | None:
     links = _links(seconds)
     device = cpu.device()
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    products = sweep_products(device, seconds)
+    products = list(sweep_products(device, seconds))
     peak = peak_flops(name, "bf16") or max(flops for *_, flops in products)
     rate, halves = fit_products(products)
     copied = copy_bandwidth(device, seconds)
@@ -83,19 +83,17 @@ def time_when_done(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def sweep_products(device: torch.device, seconds: float) -> list[tuple[int, int, int, float]]:
-    """(m, n, k, FLOP/s) of 16-bit products: square ones, and those with one short side (FP32 on a CPU)."""
+def sweep_products(device: torch.device, seconds: float) -> Iterator[tuple[int, int, int, float]]:
+    """Yields (m, n, k, FLOP/s) of 16-bit products: square ones, and those with one short side (FP32 on a CPU)."""
     sides = [side for side in SIDES if device.type == "cuda" or side <= 1024]
     largest = sides[-1]
     shapes = {(s, s, s) for s in sides}
     shapes |= {shape for s in sides for shape in ((s, largest, largest), (largest, s, largest), (largest, largest, s))}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    out = []
     for m, n, k in sorted(shapes):
         left, right = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
         took = timed(partial(torch.matmul, left, right), device, seconds)
-        out.append((m, n, k, 2.0 * m * n * k / took))
-    return out
+        yield m, n, k, 2.0 * m * n * k / took
 
 
 def fit_products(products: Sequence[tuple[int, int, int, float]]) -> tuple[float, tuple[float, float, float]]:
@@ -127,16 +125,16 @@ def _links(seconds: float) -> dict[str, float]:
         device = cpu.device()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    latency, bandwidth = fit_link(ring_seconds(dist.get_world_size(), seconds), dist.get_world_size())
+    latency, bandwidth = fit_link(list(ring_seconds(dist.get_world_size(), seconds)), dist.get_world_size())
     latency = max(latency - START / (dist.get_world_size() - 1), latency / 10)  # the model adds a collective's start
     # One link is measured by one start: that inside the node, or, over several nodes, the network.
     kind = "net" if dist.get_world_size() > per_node else "node"
     return {f"{kind}_gb_per_s": round(bandwidth / 1e9, 4), f"{kind}_latency_us": round(latency * 1e6, 2)}
 
 
-def ring_seconds(ranks: int, seconds: float) -> list[tuple[int, float]]:
-    """(bytes, seconds) of all-gathers over all ranks, by size of what is gathered. Collective."""
-    device, out = cpu.device(), []
+def ring_seconds(ranks: int, seconds: float) -> Iterator[tuple[int, float]]:
+    """Yields (bytes, seconds) of all-gathers over all ranks, by size of what is gathered. Collective."""
+    device = cpu.device()
     for size in MESSAGES:
         part = torch.zeros(max(1, size // ranks), dtype=torch.uint8, device=device)
         whole = torch.zeros(part.numel() * ranks, dtype=torch.uint8, device=device)
@@ -147,8 +145,7 @@ def ring_seconds(ranks: int, seconds: float) -> list[tuple[int, float]]:
             start = time.perf_counter()
             dist.all_gather_into_tensor(whole, part)
             times.append(time_when_done(device) - start)
-        out.append((whole.numel(), float(np.median(times))))
-    return out
+        yield whole.numel(), float(np.median(times))
 
 
 def fit_link(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:

@@ -42,16 +42,16 @@ def units_of(chunks: Sequence[Stage], size: Callable[[Stage], Any], *, live: flo
     return Units(kept + coming, max_of(sizes.values()), kept)
 
 
-def _staying(sizes: list[list[Any]], live: float) -> list[list[Any]]:
-    """Whether a unit stays: the first ones do, up to `live` elements. False, or a value for each layout."""
+def _staying(sizes: list[list[Any]], live: float) -> Iterator[list[Any]]:
+    """Yields, by chunk, whether each unit stays: the first ones do, up to `live` elements. False, or a value for each
+    layout."""
     so_far: Any = 0
-    stays: list[list[Any]] = []
     for each in sizes:
-        stays.append([])
+        stays: list[Any] = []
         for one in each:
             so_far = so_far + one
-            stays[-1].append(live > 0 and tuple(np.ravel(so_far <= live)))
-    return stays
+            stays.append(live > 0 and tuple(np.ravel(so_far <= live)))
+        yield stays
 
 
 def _joined(chunks: Sequence[Stage], size: Callable[[Stage], Any]) -> Units:

@@ -127,9 +127,12 @@ def write_config(config: Config, path: Path, comment: str) -> None:
 
 
 def as_sections(config: Config) -> dict[str, Any]:
-    """The keys that were written, by section, as a YAML file holds them."""
+    """The keys that were written, by section, as a YAML file holds them. The ranks that the file is made for decide
+    which sizes of the batch fit those of the command line."""
+    at, ranks = config.parallel, config.run.world_size or config.run.nproc_per_node or 0
+    dp = ranks // (at.tensor_model_parallel_size * at.context_parallel_size * at.pipeline_model_parallel_size)
     sections: dict[str, Any] = {name: {} for name in SECTIONS}
-    written = config.origin.keys() - (set(SIZES) - kept_sizes(config).keys())
+    written = config.origin.keys() - (set(SIZES) - kept_sizes(config, dp or None).keys())
     for key in all_keys().values():
         if key.name in written:
             sections[key.section][key.name] = value(config, key.name)

@@ -19,7 +19,7 @@ The bound is the largest over ranks of work + fill + drain and of area. docs/gui
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megaaccum.schedule.pass_numbers import Problem, earliest_starts
 
@@ -118,14 +118,13 @@ class Bound:
         """From the start of a micro-batch's forward to the end of its input gradient, at least."""
         return self.back[stage] + self.durations[1][stage] - self.enter[stage]
 
-    def _by_places(self, rank: int) -> list[float]:
+    def _by_places(self, rank: int) -> Iterator[float]:
         """With one chunk, places for whole micro-batches can be counted, which they take one by one and give back one
         by one: when the input gradient is done, or (a little less each) when the weight gradient is."""
         (s,), memory = self.problem.stages[rank], self.problem.memory
         forward, input_grad, weight_grad = (each[s] for each in self.durations)
         activation = memory.activation[s]
         kept = min(activation, memory.deferred[s])
-        bounds = []
         # The last input gradient has the way to the first stage to go; weight gradients may all be done after it.
         for size, stay, apart, after in (
             (activation, self._way(s), input_grad, self.leave[s]),
@@ -135,14 +134,14 @@ class Bound:
                 continue
             m, places = self.problem.m, math.floor(self.problem.room[rank] / size)
             if places < 1:
-                return [math.inf]
+                yield math.inf
+                return
             places = min(places, m)
             window = math.ceil(m / places) * stay
             ramps = (places - 1) * (forward + apart)
             if ramps <= m * stay / places:
                 window = max(window, m * stay / places + ramps / 2)
-            bounds.append(self.enter[s] + window + after)
-        return bounds
+            yield self.enter[s] + window + after
 
 
 def _knapsack(items: Sequence[tuple[float, float]], room: float, most: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,15 @@ def text(verdict: Verdict) -> str:
     return "\n".join([*lines, "", verdict.conclusion])
 
 
-def _table(comparison: Comparison) -> list[str]:
+def _table(comparison: Comparison) -> Iterator[str]:
     name = _NAMES[comparison.lane]
-    lines = [
-        f"{name:<8}    max |w_acc - w_big| {comparison.largest:.2e} over {comparison.num_weights:,} weights",
-        f"{'':<12}{'':<20}{'error':>10}{'rounding':>12}   farthest",
-    ]
+    yield f"{name:<8}    max |w_acc - w_big| {comparison.largest:.2e} over {comparison.num_weights:,} weights"
+    yield f"{'':<12}{'':<20}{'error':>10}{'rounding':>12}   farthest"
     for kind, words in _KINDS.items():
         if (row := comparison.worst(kind)) is not None:
             where = row.name or (f"{row.got:.12g}, one process {row.true:.12g}" if row.got is not None else "")
             mark = "" if row.ok else "  <-- FAIL"
-            lines.append(f"{'':<12}{words:<20}{row.error:>10.1e}{row.bound:>12.1e}   {where}{mark}")
-    return lines
+            yield f"{'':<12}{words:<20}{row.error:>10.1e}{row.bound:>12.1e}   {where}{mark}"
 
 
 def _failures(comparison: Comparison) -> list[str]:

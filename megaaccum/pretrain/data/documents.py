@@ -38,8 +38,12 @@ class Source:
         """The size of all files in bytes, as they lie on the disk.
 
         Raises:
-            DataError: one is missing, no file, or not readable.
+            DataError: one is missing, no file, or not readable; or an option is for files of the other format.
         """
+        if self.json_key != "text" and not any(map(self._is_jsonl, self.files)):
+            raise DataError(f"--json-key {self.json_key}: no file is JSONL: add --format jsonl, or leave it out")
+        if self.whole_files and all(map(self._is_jsonl, self.files)):
+            raise DataError("--one-document-per-file: every file is JSONL, whose lines are documents: leave it out")
         total = 0
         for path in self.files:
             with disk_errors("cannot read", path), open(path, "rb", opener=regular_file):
@@ -54,12 +58,14 @@ class Source:
                 File and line are named.
         """
         for path in self.files:
-            name = path.name.lower().removesuffix(".gz")
-            is_jsonl = self.format == "jsonl" or (self.format == "auto" and name.endswith(_JSON_SUFFIXES))
-            read = self._read_jsonl if is_jsonl else self._read_text
+            read = self._read_jsonl if self._is_jsonl(path) else self._read_text
             for text in read(path, _lines(path, progress)):
                 if text.strip():
                     yield text
+
+    def _is_jsonl(self, path: Path) -> bool:
+        name = path.name.lower().removesuffix(".gz")
+        return self.format == "jsonl" or (self.format == "auto" and name.endswith(_JSON_SUFFIXES))
 
     def _read_text(self, path: Path, lines: Iterator[bytes]) -> Iterator[str]:
         """The documents of a text file: runs of lines between empty ones, or all lines. A document keeps its inner line

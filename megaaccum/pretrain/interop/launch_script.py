@@ -68,7 +68,7 @@ def recorded(command: Sequence[str], *, jail: bool = True) -> Iterator[Launch]:
         _write_recorders(tools, jails.RECORDS if jail else records)
         start = ["/bin/sh", "-c", jails.shell("slurm.sh", "prepare.sh" if jail else "start.sh"), "sh", *command]
         output = jails.run(start, _top(script), tools, left) if jail else jails.run_trusted(start, tools)
-        yield _the_launch(_read_records(records), script, left if jail else None, output)
+        yield _the_launch(list(_read_records(records)), script, left if jail else None, output)
 
 
 def _script_of(command: Sequence[str]) -> Path:
@@ -96,15 +96,13 @@ def _top(script: Path) -> Path:
     )
 
 
-def _read_records(folder: Path) -> list[list[str]]:
-    """The folder and the words of each command that a script would have started. The script may have forged them:
-    regular files alone are read, not through links."""
-    found = []
+def _read_records(folder: Path) -> Iterator[list[str]]:
+    """Yields the folder and the words of each command that a script would have started. The script may have forged
+    them: regular files alone are read, not through links."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:MOST_RECORDS]:
         if entry.is_file(follow_symlinks=False):
             with open(entry.path, encoding="utf-8", errors="replace") as file:
-                found.append(file.read(LONGEST_RECORD).rstrip("\0").split("\0"))
-    return found
+                yield file.read(LONGEST_RECORD).rstrip("\0").split("\0")
 
 
 # --- what was recorded ----------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from megaaccum.checkpoint import save_load
 from megaaccum.config import Config
+from megaaccum.config.keys import all_keys, value
+from megaaccum.config.source import COMMAND_LINE
 from megaaccum.distributed.start import end_process_group
 from megaaccum.engine import Engine
-from megaaccum.errors import CheckpointError, ConfigError, is_for_memory
+from megaaccum.errors import CheckpointError, ConfigError, is_for_memory, raise_problems
 from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document
@@ -24,18 +26,19 @@ from megaaccum.pretrain.weights import config_json, foreign, inference
 if TYPE_CHECKING:
     import tokenizers
 
-_LAYOUT = frozenset(
-    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
-    " schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage sequence_parallel"
-    " pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
-)
-"""Keys of a run's layout that generation keeps; the others are about training."""
 _OF_TRAINING = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules gradient_checkpointing"
-    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
-    " gradient_accumulation_fusion".split()
+    " moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy gradient_accumulation_fusion"
+    " context_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm batch_p2p_comm"
+    " overlap_moe_expert_parallel_comm distributed_timeout_minutes".split()
 )
-"""Keys of a run's model that only training heeds. Capacity is left out, as padding would take places of tokens."""
+"""Keys of a run's model and layout that only training heeds. Capacity is left out, as padding would take places of
+tokens."""
+_HEEDED = frozenset(
+    "bf16 fp16 params_dtype deterministic seed nproc_per_node world_size transformer_impl attention_backend"
+    " moe_token_dispatcher_type moe_grouped_gemm".split()
+)
+"""Keys besides the layout, FP8 and fusions that a command line may set: how the same model is computed."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Generation:
         """The configuration, not resolved yet, for rows that hold the longest prompt and what is generated. Raises
         ConfigError."""
         config = inference.config_of(self._keys | {"output_dir": str(self.source)}, str(self.source), self.words)
+        raise_problems(list(self._refused(config)))
         layout = config.parallel
         tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         width = max(map(len, self.prompt_ids)) + self.max_new_tokens
@@ -109,6 +113,16 @@ class Generation:
         if not engine.load(folder):
             raise CheckpointError(f"{folder} holds no checkpoint: give --checkpoint the folder of one")
 
+    def _refused(self, config: Config) -> Iterator[str]:
+        """Texts against words of the command line that would make another model of the weights, or change nothing."""
+        trained = self._run_config if self.is_run else inference.config_of(self._keys, "")
+        if self.checkpoint is not None and not self.is_run:
+            yield f"--checkpoint {self.checkpoint}: no effect, as {self.source} is a Hugging Face folder: leave it out."
+        for name in [each for each, origin in config.origin.items() if origin == COMMAND_LINE]:
+            is_free = all_keys()[name].section in ("parallel", "quantization") or name.endswith("_fusion")
+            if not (is_free or name in _HEEDED or (new := value(config, name)) == (old := value(trained, name))):
+                yield f"{name} is {new}, but {self.source} has {old}: leave it out: only layout and precision change."
+
     # --- where it comes from ---
 
     @cached_property
@@ -140,9 +154,8 @@ class Generation:
     @cached_property
     def _chat_tokenizer(self) -> ChatTokenizer:
         data = self._run_config.data
-        return ChatTokenizer(
-            replace(data, tokenizer_model=data.tokenizer_model or str(self._model_folder or self.source))
-        )
+        model = data.tokenizer_model or str(self._model_folder or self.source)
+        return ChatTokenizer(replace(data, tokenizer_model=model))
 
     @cached_property
     def _keys(self) -> dict[str, Any]:
@@ -155,7 +168,6 @@ class Generation:
             for section in ("model", "parallel")
             for name, facts in sections[section].items()
             if facts["from"] not in ("default", "derived") and name not in _OF_TRAINING
-            if section == "model" or name in _LAYOUT
             # A table is of one number of micro-batches: Megatron's own schedule takes its place.
             if name != "schedule" or not facts["value"].endswith(".csv")
         }

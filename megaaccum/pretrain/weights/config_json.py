@@ -6,7 +6,7 @@ takes its keys out of config.json and gives ours, and one that gives theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -98,9 +98,9 @@ def keys_from(content: Keys) -> Keys:
     for name, value in facts["theirs"].items():
         if (here := content.get(name, value)) != value:
             problems.append(f"config.json: {name} is {here!r}, but only {value!r} is computed here.")
-    if not (wrong := _wrong_values(found)):  # parts compute with these, and count up to the layers
+    if not (wrong := list(_wrong_values(found))):  # parts compute with these, and count up to the layers
         problems += [text for part in facts["parts"] for text in _add_part(part, left, found)]
-        wrong = _wrong_values(found)
+        wrong = list(_wrong_values(found))
     problems += wrong + _without_counterpart(left, facts["theirs"])
     raise_problems(problems)
     return found
@@ -131,19 +131,17 @@ def _add_part(part: str, left: Keys, found: Keys) -> list[str]:
     return []
 
 
-def _wrong_values(found: Keys) -> list[str]:
-    """Problems with values that are of another kind than their key, or beyond its limit."""
-    problems = []
+def _wrong_values(found: Keys) -> Iterator[str]:
+    """Yields problems with values that are of another kind than their key, or beyond its limit."""
     for name in sorted(found.keys() & all_keys().keys()):
         value, key = found[name], all_keys()[name]
         try:
             value is None or coerce(value, key.annotation)
         except NotOfType as error:
-            problems.append(f"config.json: {name} is made of {value!r}, but must be {error}.")
+            yield f"config.json: {name} is made of {value!r}, but must be {error}."
         else:
             if isinstance(value, int | float) and not key.facts.allow(value):
-                problems.append(f"config.json: {name} is {value}, but must be {key.facts.range}.")
-    return problems
+                yield f"config.json: {name} is {value}, but must be {key.facts.range}."
 
 
 def json_from(config: Config, family: str, vocab_size: int) -> Keys:

@@ -128,6 +128,11 @@ def test_what_deepspeed_is_given_can_be_printed(run_yaml: str) -> None:
     assert block == deepspeed_config(resolve(load(run_yaml), world_size=4))
 
 
+def test_deepspeed_is_given_nothing_by_another_backend(run_yaml: str) -> None:
+    text = run(run_yaml, ["--backend", "ddp", "--no-bf16"], world_size=4, with_json=True)
+    assert text.endswith("DeepSpeed is given\n  nothing: backend is ddp")
+
+
 @pytest.mark.parametrize("words", [["--vpp", "2"], ["--backend", "ddp"], ["--ep", "2", "--num_experts", "4"]])
 def test_other_layouts_are_described(run_yaml: str, words: list[str]) -> None:
     text = run(run_yaml, words, world_size=4)

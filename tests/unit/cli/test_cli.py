@@ -191,6 +191,45 @@ def test_a_share_of_the_tokens_without_a_draw_is_refused(capsys):
     assert "--temperature 0 takes the likeliest token: set it above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("schedule --pp 2 -m 4 --schedule 1f1b --config run.yaml", "--config: no effect without --write"),
+        ("schedule --pp 2 -m 4 --schedule 1f1b --seed 3", "--seed: no effect without --search"),
+        ("plan run.yaml --row 2", "--row: no effect without --write: give that, or leave --row out"),
+        ("plan run.yaml --even", "--even: no effect without --write"),
+        ("plan run.yaml --profile layers.json", "--profile: no effect without --search or --write"),
+        ("plan run.yaml --explain 1 --json", "--explain: no effect beside --json: leave one of them out"),
+        ("plan run.yaml --why-not tp=2 --json", "--json: no effect beside --why-not"),
+        ("plan run.yaml --why-not tp=2 --write f.yaml", "--write: no effect beside --why-not"),
+        ("plan run.yaml --gpus 2 --hostfile hosts", "--gpus: no effect beside --hostfile"),
+        ("export run --consolidated f --family llama", "--family: no effect without --hf"),
+        ("export run --megatron f --max_shard_size 1MB", "--max_shard_size: no effect without --hf"),
+        ("export run --hf f --only_weights", "--only_weights: no effect without --megatron"),
+        ("calibrate name --dp 2", "--dp: no effect without --layers"),
+        ("calibrate --layers run.yaml --like a100", "--like: no effect beside --layers"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(words, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "convert", "train"])
+def test_a_file_beside_a_recorded_script_is_refused(command, capsys):
+    """The file was ignored."""
+    assert cli.main([command, "run.yaml", "--record", "--", "bash", "train.sh"]) == 2
+    assert "run.yaml: no effect beside the command after --, which is recorded" in capsys.readouterr().err
+
+
+def test_a_conversion_keeps_the_sizes_that_fit_its_ranks(tmp_path, capsys):
+    """The file's grad_accum_steps 2 cuts 20 sequences for one data-parallel rank, not for the two of the file."""
+    assert cli.main(["convert", "configs/tiny_cpu.yaml", "--global_batch_size", "20"]) == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    assert cli.main(["check", str(tmp_path / "run.yaml")]) == 0
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "megaaccum 0.1.0\n"

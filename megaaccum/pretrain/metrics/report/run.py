@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,19 +75,17 @@ class Run:
         found = [each[name] for each in self.train if each.get(name) is not None and each["step"] not in begins]
         return statistics.median(found) if found else None
 
-    def against_plan(self) -> list[tuple[str, float | None, float | None]]:
-        """(name with its unit, planned, measured) of rank 0, of the last start."""
+    def against_plan(self) -> Iterator[tuple[str, float | None, float | None]]:
+        """Yields (name with its unit, planned, measured) of rank 0, of the last start."""
         planned, measured = self.last.get("predicted") or {}, self.last["measured"]
-        rows = [("seconds per step", planned.get("seconds_per_step"), measured.get("seconds_per_step"))]
-        stages = planned.get("stages") or []
-        if not stages:
-            return rows
+        yield "seconds per step", planned.get("seconds_per_step"), measured.get("seconds_per_step")
+        if not (stages := planned.get("stages")):
+            return
         here, held = stages[0], measured["memory"]
         between = sum(measured["bytes"].get(f"{name}_dp_cp") or 0 for name in _BETWEEN_RANKS)
-        rows.append(("bytes from data-parallel ranks, a step", here["gathered"] + here["reduced"], between or None))
+        yield "bytes from data-parallel ranks, a step", here["gathered"] + here["reduced"], between or None
         for kind, parts in MEASURED_AS.items():
-            rows.append((f"bytes of {kind}", sum(here["memory"][part] for part in parts), held.get(kind)))
-        return rows
+            yield f"bytes of {kind}", sum(here["memory"][part] for part in parts), held.get(kind)
 
     def facts(self) -> dict[str, Any]:
         """Everything that may differ between two runs, by name: keys, layout, code, machines, environment."""

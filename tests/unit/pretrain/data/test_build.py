@@ -138,6 +138,20 @@ def test_a_mistake_in_the_middle_leaves_nothing(tmp_path, tokenizer_file):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "match"),
+    [
+        ("a.txt", {"json_key": "content"}, "--json-key content: no file is JSONL: add --format jsonl"),
+        ("a.jsonl", {"one_document_per_file": True}, "--one-document-per-file: every file is JSONL"),
+    ],
+)
+def test_an_option_of_the_other_format_is_refused(tmp_path, tokenizer_file, name, option, match):
+    """Lines of JSON in a .txt became tokens as they are, braces and keys too, although a key was named."""
+    (tmp_path / name).write_text('{"content": "a", "text": "b"}\n')
+    with pytest.raises(DataError, match=match):
+        build(tmp_path / "corpus", tmp_path / name, tokenizer=tokenizer_file, **option)
+
+
 def test_an_end_of_document_that_the_tokenizer_lacks(tmp_path, text):
     Tokenizer(models.WordLevel({"the": 0}, unk_token="the")).save(str(tmp_path / "words.json"))
     with pytest.raises(DataError, match="--append-eod needs a token that ends a document"):
