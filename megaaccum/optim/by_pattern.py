@@ -56,7 +56,7 @@ def split_groups(plan: Plan, groups: list[ParamGroup]) -> list[ParamGroup]:
     """The groups with the plan's factors on learning rates and weight decay: one for each pair of factors."""
     keys = plan.config.optimizer
     lr, wd = factors("lr_mult", keys.lr_mult), factors("wd_mult", keys.wd_mult)
-    return [each for group in groups for each in _split(group, lr, wd, (keys.lr, keys.min_lr))]
+    return [each for group in groups for each in _split(group, lr, wd, (keys.lr, keys.min_lr))] if lr or wd else groups
 
 
 def _split(group: ParamGroup, lr: Factors, wd: Factors, rates: tuple[float, float]) -> list[ParamGroup]:
