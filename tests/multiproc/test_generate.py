@@ -16,6 +16,7 @@ PROMPTS = ["ab", "c a b"]
 PP = "--pipeline_model_parallel_size 2 "
 LAYOUTS = {
     "tp": (2, "--tensor_model_parallel_size 2 --sequence_parallel true"),
+    "contexts": (2, "--context_parallel_size 2"),
     "a V": (2, PP + "--schedule zbv"),
     "experts": (2, "--expert_model_parallel_size 2"),
     "experts in a V": (4, PP + "--schedule dualpipev --expert_model_parallel_size 2"),

@@ -62,7 +62,8 @@ class Generation:
         layout = config.parallel
         tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         width = max(map(len, self.prompt_ids)) + self.max_new_tokens
-        config.model.seq_length = -(-width // tp) * tp
+        cut = tp * (2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1)
+        config.model.seq_length = -(-width // cut) * cut
         config.batch.global_batch_size = 2 * pp * max(layout.expert_model_parallel_size, 1)
         return config
 
@@ -153,9 +154,8 @@ class Generation:
 
     @cached_property
     def _chat_tokenizer(self) -> ChatTokenizer:
-        data = self._run_config.data
-        model = data.tokenizer_model or str(self._model_folder or self.source)
-        return ChatTokenizer(replace(data, tokenizer_model=model))
+        model = self._run_config.data.tokenizer_model or str(self._model_folder or self.source)
+        return ChatTokenizer(replace(self._run_config.data, tokenizer_model=model))
 
     @cached_property
     def _keys(self) -> dict[str, Any]:

@@ -57,12 +57,14 @@ def sample(
     of `stops`. Collective over the world, the same on every rank. Leaves the training's random states and data
     unchanged."""
     way, plan, tokens = draw or Draw(), engine.plan, list(prompt)
-    generator = torch.Generator().manual_seed(plan.config.run.seed * 1_000_003 + engine.step)
+    seed, generator = plan.config.run.seed * 1_000_003 + engine.step, torch.Generator()
     forward = _LastLogits(engine.groups, "token")
 
     def next_token(reports: list[Reports]) -> int:
         """On the rank that draws it; -1 on the others."""
         logits = reports[0]["logits"] if reports and engine.groups.dp.rank() == 0 else torch.empty(0)  # last stage
+        # Seeded for each token: under context parallelism it is another rank that draws the next.
+        generator.manual_seed((seed * 1_000_003 + len(tokens)) % 2**63)
         return way.token(logits[0, :vocab_size], generator) if len(logits) else -1
 
     for _ in range(min(num_tokens, plan.batch.seq_length - len(prompt))):
