@@ -48,8 +48,7 @@ from megaaccum.upstream import adam
 
 _HARMLESS = (ConfigError, DataError, RankDisagreement, StepError)
 """Errors that every rank raises together before anything has changed; the engine can be used after them. In the middle
-of a flush or an update the user's code has raised them, and the engine has failed as after any other."""
-_SCHEDULE = "learning-rate schedule (lr and train_iters)"
+of a step's flush or update the user's code has raised them, and the engine has failed as after any other."""
 
 
 def initialize(
@@ -117,8 +116,8 @@ class Engine:
 
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
-    does one of these from the user's own code in a forward, a backward or an update: the engine has failed, and its
-    methods name the error.
+    does one of these from the user's own code in a step's forwards, backwards or update: the engine has failed, and its
+    methods name the error. One of these in `forward` or `evaluate` changes nothing.
     """
 
     def __init__(
@@ -479,9 +478,9 @@ class Engine:
     def differences(self, progress: save_load.Progress) -> dict[str, dict[str, str]]:
         """Settings, besides the layout, that differ from the checkpoint, with how to restore them; by the name under
         which `override` allows them."""
-        both = self.lr_schedule, progress.lr_schedule
-        schedule = resume.changed(*({_SCHEDULE: "one" if each else "none"} for each in both))
-        schedule = schedule or (self.lr_schedule.differences(progress.lr_schedule) if self.lr_schedule else {})
+        mine, theirs = self.lr_schedule, progress.lr_schedule
+        named = [{"learning-rate schedule (lr and train_iters)": "one" if each else "none"} for each in (mine, theirs)]
+        schedule = resume.changed(*named) or (mine.differences(theirs) if mine else {})
         then, config = progress.transaction, self.plan.config
         return {
             "model": resume.changed(unseen(config), then.get("model", {})),

@@ -103,9 +103,8 @@ class Piece:
     @property
     def key(self) -> str:
         """The piece's key in the checkpoint."""
-        shape = "x".join(map(str, self.shape))
         cut = f"{self.cut.rows}:{self.cut.run}of{self.cut.runs}"
-        return f"{self.name}/{self.kind}/{shape}/{cut}/{self.start}:{self.stop}"
+        return f"{self.name}/{self.kind}/{'x'.join(map(str, self.shape))}/{cut}/{self.start}:{self.stop}"
 
     @classmethod
     def parse(cls, key: str) -> Self:

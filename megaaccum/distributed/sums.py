@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,7 +35,8 @@ def post_sums(
 
     def sums() -> list[float]:
         wait()
-        totals = [total.tolist() for total in flat.cpu().split([part.numel() for part in parts])]
+        numbers = iter(flat.tolist())
+        totals = [list(itertools.islice(numbers, part.numel())) for part in parts]
         return [math.fsum(total) if all(map(math.isfinite, total)) else sum(total) for total in totals]
 
     return sums
