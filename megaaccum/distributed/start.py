@@ -48,7 +48,7 @@ def start_process_group(plan: Plan) -> None:
     """Start torch.distributed from the launcher's environment, without one as a world of one rank. Does nothing if it
     is started. The CPU lane's stand-ins have to be installed before Megatron is imported.
 
-    Raises LaunchError if the ranks cannot meet.
+    Raises LaunchError if the ranks cannot meet, ConfigError if torch makes tensors elsewhere than in host memory.
     """
     if (default := torch.get_default_device()).type != "cpu":
         raise ConfigError(

@@ -171,7 +171,7 @@ class SumTree:
                 return second if first is None else first
             return self._in_precision_of(node, first).add_(second)
 
-        return [None if (sum_ := of(node)) is None else self._in_precision_of(node, sum_) for node in self._run]
+        return [None if (total := of(node)) is None else self._in_precision_of(node, total) for node in self._run]
 
     def _in_precision_of(self, node: Node, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in the precision of the sum of `node`."""
