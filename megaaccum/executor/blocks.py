@@ -270,8 +270,7 @@ class Cut:
         draws random numbers."""
 
         def of_block(number: int, *parts: torch.Tensor) -> torch.Tensor:
-            drawn = rng.branched(part=f"{self.first + number}/{draws}") if draws else nullcontext()
-            with wgrad.tokens_from(number), drawn:
+            with rng.branched(part=f"{self.first + number}/{draws}") if draws else nullcontext():
                 return run(number, *parts)
 
         if self.count == 1:  # views, as what an RMS norm's several functions give an input is summed first below, too
@@ -298,7 +297,7 @@ class _ByBlock(torch.autograd.Function):
                 part.detach().requires_grad_(given.requires_grad)
                 for part, given in zip((*parts, *inputs[ctx.num_cut :]), inputs, strict=True)
             ]
-            with torch.enable_grad():
+            with torch.enable_grad(), wgrad.tokens_from(number):
                 output = run(number, *leaves)
             outputs.append(output.detach())
             # The edge alone: the output is kept where its own backward needs it.

@@ -79,9 +79,8 @@ _PIECE = 2**16
 """Elements beyond which the squares of a gradient in host memory are added up in float64. Torch 2.13 adds them one
 after another in FP32: the norm of 2^27 normal numbers is 1.4 % too small."""
 
-_DIGITS, _BITS = 3, 20
-"""An exact sum of squares has this many digits of this many bits: relative to the largest square it is truncated at
-2^-60, and 2^42 elements do not overflow an int64."""
+_BITS = 30
+"""An exact sum of squares has two digits of this many bits: relative to the largest square it is truncated at 2^-60."""
 
 
 def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -99,24 +98,25 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
     if not math.isfinite(most):
         return largest
     exponent = max(math.frexp(most)[1], -1000)  # 2.0**-exponent is finite
-    digits = torch.zeros(_DIGITS, dtype=torch.int64, device=cpu.device())
+    sums = []
     for grad in grads:
         for part in grad.reshape(-1).split(_CHUNK):
-            rest = (part.double() * 2.0**-exponent).square_()  # a float64 part is the gradient itself
-            for number in range(_DIGITS):
-                rest.mul_(2**_BITS)
-                digit = rest.floor()
-                digits[number] += digit.sum(dtype=torch.float64).long().to(digits.device)
-                rest.sub_(digit)
-    dist.all_reduce(digits)
+            rest = (part.double() * 2.0 ** (_BITS / 2 - exponent)).square_()  # a float64 part is the gradient itself
+            first = rest.floor()
+            second = rest.sub_(first).mul_(2.0**_BITS).floor_()
+            sums += [first.sum(), second.sum()]
+    digits = cpu.to_device(torch.stack(sums) if sums else torch.zeros(2)).long().view(-1, 2)
+    halves = torch.stack([digits >> 32, digits % 2**32]).sum(dim=1)  # a sum of whole ones might not fit into int64
+    dist.all_reduce(halves)
     if dist.get_rank() != 0:
         return torch.zeros((), dtype=torch.float64, device=cpu.device())
-    exact = sum(Fraction(digit, 2 ** (_BITS * (place + 1))) for place, digit in enumerate(digits.tolist()))
+    high, low = halves.tolist()
+    exact = sum(Fraction(2**32 * high[place] + low[place], 2 ** (_BITS * (place + 1))) for place in range(2))
     return torch.full((), math.ldexp(float(exact), 2 * exponent), dtype=torch.float64, device=cpu.device())
 
 
 _CHUNK = 2**22
-"""Elements of a gradient that are widened at a time. Their digits add up to less than 2^53, which float64 holds."""
+"""Elements of a gradient that are widened at a time. Their digits add up to less than 2^52, which float64 holds."""
 
 
 def counts_in_norm(shard: GradShard, groups: Groups) -> bool:

@@ -408,6 +408,32 @@ def test_without_it_every_layout_has_bits_of_its_own(measured):
     assert one.losses == pytest.approx(four.losses, rel=1e-5)
 
 
+def squares(dtype: str) -> tuple[float, float, float]:
+    """The exact sum of the squares of numbers that two ranks hold, cut in two ways, and its relative error, on rank 0."""
+    from fractions import Fraction
+
+    import torch
+
+    from megaaccum.step.grad_norm import exact_square
+
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(1)
+    values = torch.randn(3 * 2**12, generator=generator) * 2.0 ** torch.randint(
+        -40, 9, (3 * 2**12,), generator=generator
+    )
+    values = values.to(getattr(torch, dtype))
+    halves = [list(values.chunk(2)[rank].split(1000)), list(values[rank::2].split(7))]
+    first, second = (float(exact_square(half)) for half in halves)
+    exact = sum(Fraction(value) ** 2 for value in values.tolist())
+    return first, second, float(Fraction(first or 1) / exact - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_norm_is_that_of_the_numbers_whoever_holds_them(dtype):
+    (first, second, error), other = run_ranks(squares, 2, dtype)
+    assert first == second and abs(error) < 2**-52
+    assert other[:2] == (0.0, 0.0)  # so that a sum over ranks is rank 0's
+
+
 def test_the_benchmark_s_rows_are_runs_over_the_package_s_own_data(tmp_path):
     """`python -m benchmarks layouts` has all, of ten steps."""
     rows = [layouts.ROWS[number] for number in (0, 8)]
