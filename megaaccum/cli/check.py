@@ -396,10 +396,10 @@ def _policies(plan: Plan) -> Iterator[str]:
     heads = f"{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'rest':>12}"
     yield f"  {'':<28}{'moved':>12}{'held':>12} = {heads}"
     for row in sync_mode.Forecast(plan, rows).every():
-        mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
+        mark = " (chosen)" if row.mode == plan.config.sharding else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
         moved, held, *kinds, rest = map(units.amount, (row.moved.total, row.held, *shown, row.held - sum(shown)))
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
-        yield f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}"
+        yield f"  {footprint.mode_name(row.mode):<28}{moved:>12}{held:>12} = {kept}{mark}"
         if mark and row.held > MOST_COMMON:
             yield f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}"
