@@ -12,9 +12,9 @@ import numpy as np
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
+from megaaccum.lab.planner.pipeline import Pass
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.stages import layout_text, make_stages, split_layers
-from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, Cut, LayerCost, Profile, with_one_head
