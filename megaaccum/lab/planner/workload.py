@@ -52,11 +52,6 @@ class Workload:
     global_batch_size: int
 
     @property
-    def seq_length(self) -> int:
-        """Tokens of a sequence."""
-        return self.model.seq_length
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
         return self.global_batch_size * self.model.seq_length
