@@ -59,9 +59,9 @@ def build_pair(
         staged = folder / prefix.name
         with disk_errors("cannot write", prefix):
             with PairWriter(staged, id_type(vocab_size)) as writer:
-                for encoded in encode_all(texts, tokenizer_json, eod, num_workers=num_workers):
-                    writer.add(encoded.ids, encoded.lengths)
-                    num_tokens += len(encoded.ids)
+                for ids, lengths in encode_all(texts, tokenizer_json, eod, num_workers=num_workers):
+                    writer.add(ids, lengths)
+                    num_tokens += len(ids)
                 if num_tokens == 0:
                     raise DataError("the input holds no text: every file is empty, or white space alone")
             with_suffix(staged, ".tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
