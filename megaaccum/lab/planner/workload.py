@@ -56,11 +56,6 @@ class Workload:
         """Tokens of an optimizer step over all ranks."""
         return self.global_batch_size * self.model.seq_length
 
-    @property
-    def in_fp8(self) -> bool:
-        """Whether the layers' products are in FP8."""
-        return self.config.quantization.fp8_format is not None
-
     def layers(self, schedule: str | None = None) -> Layers:
         """The layers of a GPU with Transformer Engine, as far as the configuration's precision, its backend and the
         schedule (None: the configuration's own) allow them: FP32 is exact in local layers alone."""
@@ -88,16 +83,16 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
-        half = self.sharding.params_dtype in ("bf16", "fp16")
+        half, in_fp8 = self.sharding.params_dtype in ("bf16", "fp16"), self.config.quantization.fp8_format is not None
         fused = self.model.gradient_accumulation_fusion or not half
         flex = self.model.moe_token_dispatcher_type == "flex"
         software = Software(
-            flash=self.layers().fused_attention, precision="fp8" if self.in_fp8 else "16 bit" if half else "fp32",
+            flash=self.layers().fused_attention, precision="fp8" if in_fp8 else "16 bit" if half else "fp32",
             grad_bytes=BYTES[self.sharding.grad_reduce_dtype], added_bytes=0.0 if fused else ADDED_BYTES,
             param_bytes=BYTES[self.sharding.params_dtype or "fp32"], sharded=self.sharding.backend != "ddp",
             ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm, fused_dispatch=flex,
             in_runs=self.sharding.reproducible == "layout", offloaded=self.sharding.offload_optimizer == "cpu",
-            row_passes=(6.0 if flex or not self.in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
+            row_passes=(6.0 if flex or not in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
             barrier=not self.config.step.speculative_step, imbalance=expert_load(self.model),
         )  # fmt: skip
         return TimeModel(
