@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from benchmarks.published import LeftOut, Row, model_of, precision
 from megaaccum.config.schema import ModelConfig
 from megaaccum.lab.planner import pipeline
-from megaaccum.lab.planner.activations import Kernels
+from megaaccum.lab.planner.activations import Kernels, tokens, whole_share
 from megaaccum.lab.planner.footprint import StateBytes
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts, from_rows
@@ -163,19 +164,29 @@ def kernels_of(row: Row) -> Kernels:
     torch_bytes = 4.0 if compiled_loss else 18.0 if row.whole("tp", 1) > 1 else 14.0
     # Transformer Engine's fused cross entropy writes the logits' gradient over the logits.
     fused_loss = has_fused_loss(row)
+    titan = row.text("framework").startswith("torchtitan") and _recompute(row) == "selective"
     modules = [m for m in ("core_attn", "mlp", "layernorm") if m in row.text("recompute")]
     return Kernels(
         flash=flash(row),
-        every_second_matmul=row.text("framework").startswith("torchtitan") and _recompute(row) == "selective",
+        by_operation=partial(_every_second_product, compiled="compile" in row.text("framework")) if titan else None,
         # torch's cross entropy on FP32 logits: 16-bit logits, FP32 logits, their log-softmax, its gradient. Cut over tp
         # (torch's loss_parallel): the log-softmax, the targets, exponentials and their sum, which its backward holds.
         # Compiled, it casts as it reads, and writes the 16-bit gradient alone.
         logit_bytes=2.0 if fused_loss else 8.0 if not torch_loss else torch_bytes,
-        compiled="compile" in row.text("framework"),
         kept_weight_grads=row.source == "simumax" or "Bridge" in row.text("framework"),
         recompute_modules=frozenset(modules) or frozenset({"core_attn"}),
         matmul_element=1.0 if precision(row) == "fp8" and not torch_loss else None,
     )
+
+
+def _every_second_product(model: ModelConfig, at: Layouts, *, compiled: bool) -> Any:
+    """Bytes that torchtitan's selective recompute keeps: the layer's input, queries, values, attention's output and its
+    statistics, the first of the MLP's matrices and its output. A compiled layer does not keep its last product, which
+    no backward needs."""
+    t, hidden, head = tokens(model, at), model.hidden_size, model.kv_channels or 0
+    inside = 2 * model.num_attention_heads * head + (model.num_query_groups or 0) * head + (model.ffn_hidden_size or 0)
+    ends = (1 if compiled else 2) * t * hidden * whole_share(at)
+    return 2 * (ends + t * inside / at.tp) + t * model.num_attention_heads * 4 / at.tp
 
 
 def has_fused_loss(row: Row) -> bool:

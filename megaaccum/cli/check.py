@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from megaaccum import units
 from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, ranks_told, read_source
@@ -86,7 +86,7 @@ def describe(
     """
     config, problems = loaded.config, loaded.problems
     try:
-        ranks, source = _world_size(loaded, world_size, hostfile, os.environ)
+        ranks, source = _world_size(loaded, world_size, hostfile)
         plan = _settled(resolve(config, world_size=ranks))
     except ConfigError as error:
         problems += error.problems
@@ -109,9 +109,7 @@ def _settled(plan: Plan) -> Plan:
     return plan
 
 
-def _world_size(
-    loaded: LoadedConfig, asked: int | None, hostfile: str | os.PathLike[str] | None, environ: Mapping[str, str]
-) -> tuple[int, str]:
+def _world_size(loaded: LoadedConfig, asked: int | None, hostfile: str | os.PathLike[str] | None) -> tuple[int, str]:
     """The number of ranks, and where it comes from."""
     if asked is not None:
         return asked, "--world-size"
@@ -121,10 +119,10 @@ def _world_size(
     if loaded.world_size is not None:
         return loaded.world_size, f"the launcher in {loaded.name}"
     config = loaded.config
-    if "WORLD_SIZE" in environ:
-        if not environ["WORLD_SIZE"].isdecimal():
-            raise ConfigError(f"WORLD_SIZE in the environment is {environ['WORLD_SIZE']!r}: it must be a number.")
-        return int(environ["WORLD_SIZE"]), "WORLD_SIZE in the environment"
+    if (given := os.environ.get("WORLD_SIZE")) is not None:
+        if not given.isdecimal():
+            raise ConfigError(f"WORLD_SIZE in the environment is {given!r}: it must be a number.")
+        return int(given), "WORLD_SIZE in the environment"
     for name in ("world_size", "nproc_per_node"):
         if (ranks := getattr(config.run, name)) is not None:
             return ranks, name
@@ -396,10 +394,10 @@ def _policies(plan: Plan) -> Iterator[str]:
     heads = f"{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'rest':>12}"
     yield f"  {'':<28}{'moved':>12}{'held':>12} = {heads}"
     for row in sync_mode.Forecast(plan, rows).every():
-        mark = " (chosen)" if row.mode == footprint.chosen(plan) else ""
+        mark = " (chosen)" if row.mode == plan.config.sharding else ""
         shown = [row.memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
         moved, held, *kinds, rest = map(units.amount, (row.moved.total, row.held, *shown, row.held - sum(shown)))
         kept = f"{kinds[0]:>12}{kinds[1]:>12}{kinds[2]:>12}{kinds[3]:>13}{rest:>12}"
-        yield f"  {row.mode!s:<28}{moved:>12}{held:>12} = {kept}{mark}"
+        yield f"  {footprint.mode_name(row.mode):<28}{moved:>12}{held:>12} = {kept}{mark}"
         if mark and row.held > MOST_COMMON:
             yield f"    {held} is more than an 80 GB GPU has: {sync_mode.gpus_with(row.held)}"

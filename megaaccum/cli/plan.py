@@ -124,9 +124,8 @@ def _write(ranked: Ranked, index: int, path: Path, args: argparse.Namespace) -> 
     """Write a row's configuration, with its layers cut by their costs, and with what is predicted for it."""
     work, at = ranked.workload, ranked.name_of(index)
     if at["pp"] > 1 and not args.even:
-        found = cut_of(ranked, index, None if args.profile is None else read_profile(args.profile))
-        at["stages"] = found.layout
-        print(f"layers: {found}", file=sys.stderr)
+        at["stages"], how = cut_of(ranked, index, None if args.profile is None else read_profile(args.profile))
+        print(f"layers: {how}", file=sys.stderr)
     comment = (
         f"Planned for {work.hardware.name}: {ranked.memory.total[index] / GIB:.1f} GiB on the most loaded rank,"
         f" {ranked.time.total[index]:.3g} s per step (predicted)."

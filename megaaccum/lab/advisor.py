@@ -24,7 +24,7 @@ def resolve(plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
 
 def sync_mode_of(plan: Plan) -> str:
     """The sharding mode of a plan, in words."""
-    return str(footprint.chosen(plan))
+    return footprint.mode_name(plan.config.sharding)
 
 
 def expected_of(plan: Plan, vocab: int) -> list[Expected]:

@@ -408,14 +408,13 @@ def _allocated() -> Found:
 
 def memory(*, size: str, sync: str, dry: bool) -> Found:
     """The planner's prediction is within 15 % of the allocated memory on a GPU."""
-    from megaaccum.lab.planner import footprint
     from megaaccum.lab.planner.sync_mode import Forecast
     from megaaccum.pretrain.model import machine
 
     rig, batch = _large(f"--sync {sync}", size, dry=dry)
     for _ in range(2):
         result = rig.train_step.train(batch, step=1)
-    predicted = Forecast(rig.plan, 61, layers=machine.layer_kind(rig.plan)).predict(footprint.chosen(rig.plan))
+    predicted = Forecast(rig.plan, 61, layers=machine.layer_kind(rig.plan)).predict(rig.plan.config.sharding)
     seen = _allocated()
     near = dry or abs(seen["allocated"] / predicted.held - 1) < 0.15
     return {"ok": near, "predicted": predicted.held, "by kind": predicted.memory, "measured": result.memory} | seen

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megaaccum import config
-from megaaccum.lab.planner import footprint, sync_mode
+from megaaccum.lab.planner import sync_mode
 from megaaccum.pretrain.interop.load import load
 from megaaccum.pretrain.metrics import journal, receipts
 from megaaccum.pretrain.model.layers import choose
@@ -62,6 +62,6 @@ def between_streaming_and_resident(words: list[str]) -> float:
     """GiB: the mean of what the two hold."""
     plan = config.resolve(load(None, words), world_size=2)
     made_of = choose(plan.config, has_te=False, on_gpu=False)
-    forecast, resident = sync_mode.Forecast(plan, VOCAB, made_of), footprint.chosen(plan)
+    forecast, resident = sync_mode.Forecast(plan, VOCAB, made_of), plan.config.sharding
     rows = [forecast.predict(replace(resident, sync=sync)) for sync in ("resident", "streaming")]
     return sum(row.held for row in rows) / 2 / GIB

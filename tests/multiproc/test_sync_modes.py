@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from megaaccum.config.schema import ShardingConfig
 from megaaccum.lab.planner import expected, footprint, sync_mode
 from megaaccum.lab.verification.testing import run_ranks
 from megaaccum.pretrain.model.layers import choose
@@ -157,9 +158,9 @@ def seen():
     return found
 
 
-def forecast(case: Case) -> tuple[sync_mode.Forecast, footprint.ShardingMode]:
+def forecast(case: Case) -> tuple[sync_mode.Forecast, ShardingConfig]:
     plan = case.plan()
-    return sync_mode.Forecast(plan, VOCAB, choose(plan.config, has_te=False, on_gpu=False)), footprint.chosen(plan)
+    return sync_mode.Forecast(plan, VOCAB, choose(plan.config, has_te=False, on_gpu=False)), plan.config.sharding
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,7 +168,7 @@ def test_counted_bytes_are_the_predicted_ones(name, seen):
     costs, mode = forecast(CASES[name])
     for place, moved, _, sizes, _ in seen[name]:
         predicted = costs.moved(mode, *place).total
-        whole = footprint.moved(mode, costs.plan.config.sharding, 1, sharers(costs), microbatches=4).total
+        whole = footprint.moved(mode, 1, sharers(costs), microbatches=4).total
         padding = _padded(sizes, mode, sharers(costs)) - sum(sizes)
         assert predicted <= moved <= predicted + padding * whole + LARGE
 
@@ -175,17 +176,17 @@ def test_counted_bytes_are_the_predicted_ones(name, seen):
 def test_streaming_with_all_parameters_gathered_gathers_as_resident_does():
     """A tied table once, too: counted bytes are the same."""
     costs, streaming = forecast(Case(4, FLAT + "--sync streaming --max_live_parameters 1000000"))
-    resident = replace(streaming, sync="resident", live=0)
+    resident = replace(streaming, sync="resident", max_live_parameters=0)
     assert costs.moved(streaming, 0).gathered == costs.moved(resident, 0).gathered > 0
 
 
 @pytest.mark.parametrize("name", ["zero-3 in one order, 16 bits", "zero-3 streaming in one order, 16 bits"])
 def test_messages_of_16_bits_are_half_the_bytes(name):
     case = CASES[name]
-    half, whole = (forecast(each)[0] for each in (case, replace(case, layout=case.layout.replace(HALF, ""))))
-    mode = footprint.chosen(half.plan)
-    assert 2 * half.moved(mode, 0).reduced == whole.moved(mode, 0).reduced > 0
-    assert half.moved(mode, 0).gathered == whole.moved(mode, 0).gathered
+    found = [forecast(each) for each in (case, replace(case, layout=case.layout.replace(HALF, "")))]
+    half, whole = (costs.moved(mode, 0) for costs, mode in found)
+    assert 2 * half.reduced == whole.reduced > 0
+    assert half.gathered == whole.gathered
 
 
 def sharers(costs: sync_mode.Forecast) -> int:
@@ -193,7 +194,7 @@ def sharers(costs: sync_mode.Forecast) -> int:
     return costs.plan.layout.dp * costs.plan.layout.cp
 
 
-def _padded(sizes: list[int], mode: footprint.ShardingMode, dp: int) -> int:
+def _padded(sizes: list[int], mode: ShardingConfig, dp: int) -> int:
     """Elements with the padding of each: to a multiple of dp (ZeRO-3), to whole rows (FSDP2: none here); each bucket to
     one of 128 * dp (Megatron), each group to one of 4 * dp (ZeRO-1, -2); nothing (DDP)."""
     if mode.backend == "megatron":
@@ -220,7 +221,7 @@ def test_memory_is_what_is_predicted(name, seen):
             assert size * (1 / LOOSE if is_bound else 1 - TOLERANCE) <= least, (kind, memory, size)
 
 
-def predicted_kinds(costs: sync_mode.Forecast, mode: footprint.ShardingMode, pp_rank: int) -> dict[str, float]:
+def predicted_kinds(costs: sync_mode.Forecast, mode: ShardingConfig, pp_rank: int) -> dict[str, float]:
     """Bytes by kind; of what is there in the loss' backward autograd keeps an FP32 number per logit. The tokens that an
     expert sees differ from rank to rank, so activations of experts are left out."""
     model = costs.model(mode)

@@ -368,7 +368,6 @@ def check_held(model: str, layouts: Iterable[str] = (), *, in_the_mean: str = ""
     with the most, or, in layouts with `in_the_mean`, ranks in the mean. Returns what each start says."""
     import pytest
 
-    from megaaccum.lab.planner import footprint
     from megaaccum.lab.planner.sync_mode import Forecast
     from megaaccum.lab.verification.testing import run_ranks
     from tests.support.parity import VOCAB
@@ -377,7 +376,7 @@ def check_held(model: str, layouts: Iterable[str] = (), *, in_the_mean: str = ""
     by_rank = run_ranks(counted, 4, cases, timeout=200)
     for number, case in enumerate(cases):
         plan, mine = case.plan(), [rank[number].held for rank in by_rank]
-        memory = Forecast(plan, VOCAB).predict(footprint.chosen(plan)).memory
+        memory = Forecast(plan, VOCAB).predict(plan.config.sharding).memory
         unequal = in_the_mean and in_the_mean in case.layout
         most = sum(mine) / len(mine) if unequal else max(mine)
         assert most == pytest.approx(sum(memory[kind] for kind in HELD), rel=0.02), case

@@ -8,6 +8,7 @@ autograd saves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,11 @@ class Kernels:
     """Attention keeps no scores (arXiv 2205.14135)."""
     matmul_element: float | None = None
     """Bytes of an input kept for a linear layer's weight gradient: 1 under FP8. None: as `element`."""
-    every_second_matmul: bool = False
-    """Selective recompute by operation, as torchtitan's: a layer keeps its input, the attention's output and every
-    second matrix product, instead of everything but the scores."""
+    by_operation: Callable[[ModelConfig, Layouts], Any] | None = None
+    """Bytes that a layer keeps under another framework's selective recompute, by operation and not by module. None:
+    Megatron's, everything but what `recompute_modules` name."""
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
     """Modules that selective recompute runs again (Megatron's recompute_modules)."""
-    compiled: bool = False
-    """The layer is compiled, and so does not keep its last product, which no backward needs."""
     kept_weight_grads: bool = False
     """A gradient per shape of weight stays allocated, which no one reads: Transformer Engine 2 returns it to autograd
     where it adds the real one to the main gradients itself."""
@@ -212,16 +211,6 @@ def dispatched(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
     return rows * model.hidden_size * (kernels.saved_input * at.etp + kernels.element)
 
 
-def _every_second_product(model: ModelConfig, at: Layouts, kernels: Kernels) -> Any:
-    """The layer's input, queries, values, attention's output, the first of the MLP's matrices and its output."""
-    t, hidden, head = tokens(model, at), model.hidden_size, model.kv_channels or 0
-    inside = 2 * model.num_attention_heads * head + (model.num_query_groups or 0) * head + (model.ffn_hidden_size or 0)
-    softmax = t * model.num_attention_heads * 4 / at.tp
-    return (
-        (1 if kernels.compiled else 2) * t * hidden * whole_share(at) + t * inside / at.tp
-    ) * kernels.element + softmax
-
-
 def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every: LayerBytes, *, moe: bool) -> Any:
     """Tensors that selective recompute does not keep: per module, its inside but not its input; a norm's output."""
     names, whole = kernels.recompute_modules, tokens(model, at) * model.hidden_size * whole_share(at)
@@ -246,8 +235,8 @@ def _recomputed_modules(model: ModelConfig, at: Layouts, kernels: Kernels, every
 def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
     """Bytes that a layer keeps under each layout's recompute, in bytes per micro-batch."""
     every = layer(model, at, kernels, moe=moe)
-    if kernels.every_second_matmul:
-        selective = _every_second_product(model, at, kernels) + 0 * every.total
+    if kernels.by_operation is not None:
+        selective = kernels.by_operation(model, at) + 0 * every.total
     else:
         selective = every.total - _recomputed_modules(model, at, kernels, every, moe=moe)
     return np.select(
@@ -260,7 +249,7 @@ def kept_per_layer(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bo
 def recomputed_at_once(model: ModelConfig, at: Layouts, kernels: Kernels, *, moe: bool) -> Any:
     """Bytes that a layer's backward pass brings back while it runs, beside what is kept: a layer, or its scores."""
     every = layer(model, at, kernels, moe=moe).total
-    whole = kernels.every_second_matmul & (at.recompute == RECOMPUTE.index("selective"))
+    whole = (kernels.by_operation is not None) & (at.recompute == RECOMPUTE.index("selective"))
     return every - np.where(whole, 0.0, kept_per_layer(model, at, kernels, moe=moe))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from megaaccum.config import resolve
@@ -28,18 +27,6 @@ LayersOf = Callable[[Plan], Layers | None]
 """The layers of the machine that trains a plan; None is a GPU with Transformer Engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A plan with a schedule that fits, and the predicted seconds of its step, or of one flush of several."""
-
-    plan: Plan
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        return self.plan.layout.schedule
-
-
 def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of: LayersOf = lambda plan: None) -> Plan:
     """`plan` with a schedule, if it says `auto`, and with what choose_micro_batch chooses. A note gives the choice and
     the ones that came after it. device_bytes: as choose_micro_batch's.
@@ -50,11 +37,11 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
     """
     if not is_open(plan):
         return micro_batch.choose_micro_batch(plan, device_bytes, layers=layers_of(plan))
-    fitting: list[Priced] = []
+    fitting: list[tuple[float, Plan]] = []
     needs: list[str] = []
     problems: list[str] = []
     for option in _options(plan):
-        if is_simulated(option.layout.schedule) and any(each.plan.layout.placement == "v" for each in fitting):
+        if is_simulated(option.layout.schedule) and any(each.layout.placement == "v" for _, each in fitting):
             continue  # they hold less than other Vs for more time
         layers = layers_of(option)
         try:
@@ -63,11 +50,11 @@ def choose_schedule(plan: Plan, device_bytes: float | None = None, *, layers_of:
             needs.append(_need(option, device_bytes, layers))
             problems = error.problems
         else:
-            fitting.append(Priced(settled, seconds(settled, layers)))
+            fitting.append((seconds(settled, layers), settled))
     if not fitting:
         raise ConfigError([f"schedule auto: no schedule fits. {'; '.join(needs)}.", *problems])
-    ranking = sorted(fitting, key=lambda each: round(each.seconds, 9))  # the last digits decide nothing
-    return sync_mode.with_note(ranking[0].plan, _reason(ranking, needs, megatrons_choice(plan)))
+    ranking = sorted(fitting, key=lambda each: round(each[0], 9))  # the last digits decide nothing
+    return sync_mode.with_note(ranking[0][1], _reason(ranking, needs, megatrons_choice(plan)))
 
 
 def is_open(plan: Plan) -> bool:
@@ -133,14 +120,14 @@ def _need(plan: Plan, device_bytes: float | None, layers: Layers | None) -> str:
     )
 
 
-def _reason(ranking: list[Priced], needs: list[str], megatrons: str) -> str:
-    """The choice, and its alternatives."""
-    best, *others = ranking
-    if best.plan.layout.pp == 1:
+def _reason(ranking: list[tuple[float, Plan]], needs: list[str], megatrons: str) -> str:
+    """The choice, and its alternatives. ranking: predicted seconds of a step or flush, and the plan."""
+    (least, best), *others = ranking
+    if best.layout.pp == 1:
         return "schedule auto: none, as there is no pipeline."
-    sizes = f" with {best.plan.layout.vpp} model chunks per rank" if best.plan.layout.vpp > 1 else ""
-    text = f"schedule auto: {best.name}{sizes}, the fastest predicted"
-    if best.name == megatrons:
+    sizes = f" with {best.layout.vpp} model chunks per rank" if best.layout.vpp > 1 else ""
+    text = f"schedule auto: {best.layout.schedule}{sizes}, the fastest predicted"
+    if best.layout.schedule == megatrons:
         text += ", and what Megatron takes without the key"
-    after = [f"{each.name} {each.seconds / best.seconds - 1:+.1%}" for each in others]
+    after = [f"{each.layout.schedule} {its / least - 1:+.1%}" for its, each in others]
     return "; ".join([text + (f" (then {', '.join(after)})" if after else ""), *needs]) + "."

@@ -5,16 +5,17 @@ The costs are the planner's own predictions, or a profile that was measured (`me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megaaccum.errors import ScheduleError
 from megaaccum.lab.planner import layout_config
 from megaaccum.lab.planner.layouts import SCHEDULES, Layouts
+from megaaccum.lab.planner.pipeline import Pass
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.stages import layout_text, make_stages, split_layers
-from megaaccum.lab.planner.time import Pass
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.lab.search.cut import price, tune_cut
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, Cut, LayerCost, Profile, with_one_head
@@ -36,47 +37,30 @@ ORDERS, MOST_PASSES = 100, 4096
 """Orders that are tried for a row of the table, and the forwards of a flush, over all stages, beyond which none is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCut:
-    """A cut of a layout's layers. layout: in Megatron's notation. gain: how much faster the flush is than with
-    `even`, as a share, by simulation. note: why the even split stays, where it does."""
-
-    layout: str = ""
-    gain: float = 0.0
-    note: str = ""
-
-    def __str__(self) -> str:
-        if not self.layout:
-            return f"split evenly: {self.note}"
-        return f"cut into {self.layout}, {self.gain:.1%} faster than the even split (simulated)"
-
-
-def cut_of(ranked: Ranked, index: int, profile: Profile | None = None) -> PlannedCut:
-    """The cut of the pipeline in row `index`. profile: measured costs, in place of the predicted ones. Raises
-    ScheduleError where it is of another model."""
+def cut_of(ranked: Ranked, index: int, profile: Profile | None) -> tuple[str, str]:
+    """The cut of the pipeline in row `index` in Megatron's notation, "" for the even split, and why. profile: measured
+    costs, in place of the predicted ones. Raises ScheduleError where it is of another model."""
     work, at = ranked.workload, ranked.layouts.select(slice(index, index + 1))
     pp, vpp, name = int(at.pp[0]), int(at.vpp[0]), SCHEDULES[int(at.schedule[0])]
-    if pp == 1:
-        return PlannedCut(note="there is no pipeline to cut")
     cut, profile = _cut_and_profile(work, at, profile)
     m = min(int(at.num_microbatches[0]), SIMULATED * pp)
     schedule = build(name, pp=pp, num_microbatches=m, chunks=vpp)
     tuned = tune_cut(profile, schedule)
     gain = price(profile, cut, schedule).seconds / tuned.seconds - 1
     if gain < LEAST_GAIN:
-        return PlannedCut(gain=gain, note=f"the best cut found is {gain:.1%} faster than the even one")
+        return "", f"split evenly: the best cut found is {gain:.1%} faster than the even one"
     counts = list(tuned.cut)
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     if over := _bytes_over(ranked, index, counts):
-        return PlannedCut(gain=gain, note=f"the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has")
+        return "", f"split evenly: the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has"
     layout = layout_text(counts, work.model.mtp_num_layers or 0)
     if problems := layout_config.problems(work, ranked.name_of(index) | {"stages": layout}):
         why = "\n".join(problems)
-        return PlannedCut(gain=gain, note=f"{layout} would be {gain:.1%} faster, but {why}")
-    return PlannedCut(layout=layout, gain=gain)
+        return "", f"split evenly: {layout} would be {gain:.1%} faster, but {why}"
+    return layout, f"cut into {layout}, {gain:.1%} faster than the even split (simulated)"
 
 
-def searched_seconds(ranked: Ranked, index: int, profile: Profile | None = None) -> float | None:
+def searched_seconds(ranked: Ranked, index: int, profile: Profile | None) -> float | None:
     """Seconds of a step of row `index` in the fastest order found for its even stages, in the memory of the named
     schedule: the row's, less what `megaaccum schedule --search` gains with the same costs. None without a pipeline, or
     with more than MOST_PASSES."""
@@ -143,10 +127,9 @@ def predicted_profile(work: Workload, at: Layouts) -> Profile:
 
 
 def _cost(seconds: Pass) -> LayerCost:
-    forward, input_grad, weight_grad = (
-        float(np.ravel(each)[0]) for each in (seconds.forward, seconds.input_grad, seconds.weight_grad)
-    )
-    return LayerCost(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    names = ("forward", "input_grad", "weight_grad")
+    costs: dict[str, Any] = {name: float(np.ravel(getattr(seconds, name))[0]) for name in names}
+    return LayerCost(**costs)
 
 
 _TABLE = Pass(1e-9, 1e-9, 0.0, 0.0)

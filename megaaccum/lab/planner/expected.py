@@ -25,11 +25,11 @@ def of_plan(plan: Plan, vocab: int, layers: Layers) -> list[Expected]:
     the vocabulary before padding. layers: those that the machine trains."""
     if plan.layout.schedule not in SCHEDULES:
         return []
-    forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
+    forecast, mode = Forecast(plan, vocab, layers), plan.config.sharding
     model, at = forecast.model(mode), forecast.layout(mode)
     m, ranks = plan.batch.num_microbatches, plan.layout.dp * plan.layout.cp
-    one = footprint.moved(mode, plan.config.sharding, 1, ranks, microbatches=m, cp=plan.layout.cp).total
-    others = footprint.sums_of_others(mode, plan.config.sharding, ranks, m, plan.layout.cp)
+    one = footprint.moved(mode, 1, ranks, microbatches=m, cp=plan.layout.cp).total
+    others = footprint.sums_of_others(mode, ranks, m, plan.layout.cp)
     least = min(others) / max(*others, 1)
     found = []
     for pp_rank in range(plan.layout.pp):
@@ -49,7 +49,7 @@ def seconds(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> flo
 def time_model(plan: Plan, vocab: int, layers: Layers | None, hardware: str) -> tuple[TimeModel, Layouts]:
     """The planner's model of time for a plan on that entry of the hardware table, and the plan's layout as its one
     row."""
-    forecast, mode = Forecast(plan, vocab, layers), footprint.chosen(plan)
+    forecast, mode = Forecast(plan, vocab, layers), plan.config.sharding
     workload = Workload(
         config=plan.config, model=plan.config.model, sharding=plan.config.sharding, vocab_size=vocab,
         world_size=plan.layout.world_size, hardware=load_hardware(hardware),

@@ -18,55 +18,29 @@ BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 """Per element."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingMode:
-    """Who shards, over how much, and when it communicates: the keys of the configuration that say so."""
-
-    backend: str
-    sync: str
-    zero_stage: int = 3
-    """ZeRO stage; of backend deepspeed alone."""
-    replicas: int = 1
-    """Groups of ranks that hold the whole sharded model each; of backend fsdp2 alone."""
-    live: int = 0
-    """max_live_parameters, in elements."""
-
-    def __str__(self) -> str:
-        stage = f" zero-{self.zero_stage}" if self.backend == "deepspeed" else ""
-        replicas = f" x{self.replicas}" if self.replicas > 1 else ""
-        return f"{self.backend}{stage}{replicas} {self.sync}"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank keeps less of the optimizer's state than of the parameters."""
-        return self.backend != "ddp"
+def mode_name(sharding: ShardingConfig) -> str:
+    """The backend, its ZeRO stage or replicas, and when it communicates."""
+    stage = f" zero-{sharding.zero_stage}" if sharding.backend == "deepspeed" else ""
+    replicas = f" x{sharding.data_parallel_replicas}" if sharding.data_parallel_replicas > 1 else ""
+    return f"{sharding.backend}{stage}{replicas} {sharding.sync}"
 
 
-def chosen(plan: Plan) -> ShardingMode:
-    """The sync mode of a plan."""
-    sharding = plan.config.sharding
-    return ShardingMode(
-        backend=sharding.backend,
-        sync=sharding.sync,
-        zero_stage=sharding.zero_stage if sharding.backend == "deepspeed" else 3,
-        replicas=sharding.data_parallel_replicas,
-        live=sharding.max_live_parameters,
-    )
-
-
-def every(plan: Plan) -> Iterator[ShardingMode]:
-    """Every sharding mode by name, on the layout of `plan`: HSDP with its replicas, else with two where they divide the
-    ranks, those that hold the same experts too; with its max_live_parameters. Whether a schedule or a model can run it
-    is for config.rules to say."""
-    mine, at = chosen(plan), plan.layout
-    ranks = math.gcd(at.dp * at.cp, at.edp)
-    for sync in ("resident", "streaming"):
-        yield ShardingMode(backend="deepspeed", sync=sync, live=mine.live if sync == "streaming" else 0)
-    yield from (ShardingMode(backend="deepspeed", sync="resident", zero_stage=stage) for stage in (2, 1))
-    replicas = max(mine.replicas, 2)
+def every(plan: Plan) -> Iterator[ShardingConfig]:
+    """The plan's keys with every sharding mode by name, on the layout of `plan`: HSDP with its replicas, else with two
+    where they divide the ranks, those that hold the same experts too; with its max_live_parameters. Whether a schedule
+    or a model can run it is for config.rules to say."""
+    mine, at = plan.config.sharding, plan.layout
+    plain = replace(mine, sync="resident", zero_stage=3, max_live_parameters=0, data_parallel_replicas=1)
+    ranks, replicas = math.gcd(at.dp * at.cp, at.edp), max(mine.data_parallel_replicas, 2)
+    yield replace(plain, backend="deepspeed")
+    yield replace(plain, backend="deepspeed", sync="streaming", max_live_parameters=mine.max_live_parameters)
+    yield replace(plain, backend="deepspeed", zero_stage=2)
+    yield replace(plain, backend="deepspeed", zero_stage=1)
     for count in (1, replicas) if ranks % replicas == 0 and ranks > replicas else (1,):
-        yield from (ShardingMode(backend="fsdp2", sync=sync, replicas=count) for sync in ("resident", "streaming"))
-    yield from (ShardingMode(backend=name, sync="resident") for name in ("megatron", "ddp"))
+        yield replace(plain, backend="fsdp2", data_parallel_replicas=count)
+        yield replace(plain, backend="fsdp2", sync="streaming", data_parallel_replicas=count)
+    yield replace(plain, backend="megatron")
+    yield replace(plain, backend="ddp")
 
 
 # --- bytes moved -----------------------------------------------------------------------------------------------------
@@ -88,7 +62,6 @@ class Moved:
 
 
 def moved(
-    mode: ShardingMode,
     sharding: ShardingConfig,
     elements: float,
     ranks: int,
@@ -115,28 +88,27 @@ def moved(
     and 128 * K per bucket (Megatron), of the alignment of a group (ZeRO-1 and -2).
     """
     param, grad = BYTES[sharding.params_dtype or "fp32"], reduce_bytes(sharding)
-    inner = ranks // mode.replicas
-    share, between = (inner - 1) / inner, (mode.replicas - 1) / mode.replicas
+    copies = sharding.data_parallel_replicas
+    inner = ranks // copies
+    share, between = (inner - 1) / inner, (copies - 1) / copies
     p, g = param * elements, grad * elements
-    sums = sums_of_others(mode, sharding, ranks, microbatches, cp)
+    sums = sums_of_others(sharding, ranks, microbatches, cp)
     others = max(sums) if rank is None else sums[rank]
     once = others / ranks
-    if mode.backend == "ddp":
+    if sharding.backend == "ddp":
         return Moved(0.0, (others + ranks - 1) * max(param, 4.0) * elements / ranks)
-    if mode.backend == "deepspeed" and mode.zero_stage < 3:
+    if sharding.backend == "deepspeed" and sharding.zero_stage < 3:
         return Moved(share * p, (once if sharding.deterministic else 2 * share) * g)
     replicas = 2 * between * g / inner
-    if mode.sync == "resident":
-        return Moved(share * p, (once if mode.replicas == 1 else share) * g + replicas)
+    if sharding.sync == "resident":
+        return Moved(share * p, (once if copies == 1 else share) * g + replicas)
     live *= param
     return Moved(share * (2 * (p - live) * microbatches + live), share * g * microbatches + replicas)
 
 
-def sums_of_others(
-    mode: ShardingMode, sharding: ShardingConfig, ranks: int, microbatches: int, cp: int = 1
-) -> list[int]:
+def sums_of_others(sharding: ShardingConfig, ranks: int, microbatches: int, cp: int = 1) -> list[int]:
     """Number of sums of whole gradients, by rank, that the other ranks send pieces of in one reduction."""
-    if sharding.reproducible != "layout" or mode.sync == "streaming":
+    if sharding.reproducible != "layout" or sharding.sync == "streaming":
         return [ranks - 1] * ranks
     sums = sums_of_runs(microbatches, ranks, max(1, (sharding.reproducible_context_blocks or 1) // cp), cp)
     return [sum(sums) - own for own in sums]
@@ -235,7 +207,6 @@ class StateBytes:
 
 
 def state_bytes(
-    mode: ShardingMode,
     sharding: ShardingConfig,
     *,
     with_experts: bool = False,
@@ -245,64 +216,64 @@ def state_bytes(
     """Bytes a sync mode keeps, as DeepSpeed 0.19, torch 2.13 and Megatron-core 0.19 allocate (counted by tests).
     with_experts: finished sums of experts wait for their turn. with_undo: and the copy of `speculative_step`. moments:
     of the optimizer, 1 for Lion."""
-    kept = _usual_bytes(mode, sharding, moments)
+    kept = _usual_bytes(sharding, moments)
     if with_undo:
-        kept = _with_undo(kept, mode, sharding, moments)
+        kept = _with_undo(kept, sharding, moments)
     if sharding.reproducible != "layout":
         return kept
     each = BYTES[sharding.grad_reduce_dtype]
-    if mode.sync == "streaming":  # FSDP2 adds the finished sum to the shard's gradient at once
-        return replace(kept, waiting_shard=each, waiting_totals=0.0 if mode.backend == "fsdp2" else math.inf)
-    in_place = 0.0 if mode.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
+    if sharding.sync == "streaming":  # FSDP2 adds the finished sum to the shard's gradient at once
+        return replace(kept, waiting_shard=each, waiting_totals=0.0 if sharding.backend == "fsdp2" else math.inf)
+    in_place = 0.0 if sharding.backend == "megatron" else 4.0  # the last of them becomes the gradient that is reduced
     waits_in_bucket = math.inf if with_experts else float(sharding.reduce_bucket_size)
-    totals = {"deepspeed": waits_in_bucket, "fsdp2": 0.0}.get(mode.backend, math.inf)
+    totals = {"deepspeed": waits_in_bucket, "fsdp2": 0.0}.get(sharding.backend, math.inf)
     return replace(kept, grad=kept.grad - in_place, waiting=each, waiting_totals=totals, waiting_total=in_place)
 
 
-def _with_undo(kept: StateBytes, mode: ShardingMode, sharding: ShardingConfig, moments: int) -> StateBytes:
+def _with_undo(kept: StateBytes, sharding: ShardingConfig, moments: int) -> StateBytes:
     """`kept` with a copy of masters, moments and the gradient that the optimizer reads (`speculative_step`). It lives
     from the update to the verdict, so beside fewer activations than a step's most."""
-    if mode.backend == "ddp":
+    if sharding.backend == "ddp":
         return replace(kept, optimizer=kept.optimizer + (2 + moments) * kept.param)
     state, grad = BYTES[sharding.optimizer_dtype], BYTES[sharding.grad_accum_dtype]
     return replace(kept, optimizer_shard=kept.optimizer_shard + (1 + moments) * state + grad)
 
 
-def _usual_bytes(mode: ShardingMode, sharding: ShardingConfig, moments: int) -> StateBytes:
+def _usual_bytes(sharding: ShardingConfig, moments: int) -> StateBytes:
     param, grad = BYTES[sharding.params_dtype or "fp32"], BYTES[sharding.grad_accum_dtype]
-    if mode.backend == "ddp":
+    if sharding.backend == "ddp":
         # Gradients and DDP's buckets of the masters' precision; masters of their own beside 16-bit parameters.
         master = max(param, 4.0)
         held = (moments + (param < master)) * master
         return StateBytes(param=param, grad=2 * master, optimizer=held, optimizer_shard=0)
-    if mode.backend == "megatron":
+    if sharding.backend == "megatron":
         main = 4.0 if sharding.grad_reduce_dtype == "fp32" else param
         return StateBytes(param=param, grad=main, optimizer_shard=4.0 * (moments + (param < 4)))
-    if mode.backend == "fsdp2":
-        return _fsdp2_bytes(mode, param, reduce_bytes(sharding), BYTES[sharding.optimizer_dtype], moments)
+    if sharding.backend == "fsdp2":
+        return _fsdp2_bytes(sharding, param, reduce_bytes(sharding), BYTES[sharding.optimizer_dtype], moments)
     state = 0.0 if sharding.offload_optimizer == "cpu" else BYTES[sharding.optimizer_dtype]
-    return _deepspeed_bytes(mode, param, grad, state, moments)
+    return _deepspeed_bytes(sharding, param, grad, state, moments)
 
 
-def _fsdp2_bytes(mode: ShardingMode, param: float, reduce: float, state: float, moments: int) -> StateBytes:
+def _fsdp2_bytes(sharding: ShardingConfig, param: float, reduce: float, state: float, moments: int) -> StateBytes:
     """Shards are the masters, in the optimizer's precision (or FP64). Whole gradients are added up in the
     reduction's."""
     master = max(param, state)
     shards: dict[str, Any] = dict(param_shard=master, optimizer_shard=moments * master, grad_step=master)
-    if mode.sync == "resident":
+    if sharding.sync == "resident":
         return StateBytes(param=param, grad=reduce, **shards)
     return StateBytes(param=0, grad=0, grad_shard=master, unit_param=param, unit_grad=param, **shards)
 
 
-def _deepspeed_bytes(mode: ShardingMode, param: float, grad: float, state: float, moments: int) -> StateBytes:
+def _deepspeed_bytes(sharding: ShardingConfig, param: float, grad: float, state: float, moments: int) -> StateBytes:
     """A master and moments of `state` bytes (0: offloaded) per element of the shard, and for the step a copy of its
     gradients in that precision: beside them, but for ZeRO-1 and -2 with 16-bit parameters, where it takes their
     place."""
     shards: dict[str, Any] = dict(optimizer_shard=(1 + moments) * state, grad_step=grad + state)
-    if mode.zero_stage < 3:
+    if sharding.zero_stage < 3:
         shards["grad_step"] -= 0 if grad == param else grad
         return StateBytes(param=param, grad=grad, **shards)
-    if mode.sync == "resident":
+    if sharding.sync == "resident":
         return StateBytes(param=param, param_shard=param, grad=grad, grad_shard=grad, alone=True, **shards)
     return StateBytes(
         param=0, param_shard=param, grad=0, grad_shard=grad, unit_param=param, unit_grad=grad, alone=True, **shards

@@ -11,7 +11,7 @@ from megaaccum.config.keys import names_where
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError, MegaaccumError
-from megaaccum.lab.planner.hardware import load_hardware
+from megaaccum.lab.planner.hardware import make_hardware, slowed
 from megaaccum.lab.planner.layouts import SCHEDULES, from_rows, row_of
 from megaaccum.lab.planner.workload import Workload
 from megaaccum.pretrain.metrics import receipts
@@ -39,8 +39,8 @@ def fitted_to(workload: Workload, path: str, *, file: str | os.PathLike[str] | N
     predicted = float(run.time_model(run.memory_model()).step(from_rows([_row(receipt, ran, path)])).total[0])
     source = f"everything {measured / predicted:.3g} times as long, as {path} measured"
     ours = workload.hardware
-    per_node = ours.links.gpus_per_node
-    slower = load_hardware(ours.name, file=file, gpus_per_node=per_node, slower=(measured / predicted, source))
+    entry = slowed(ours.name, measured / predicted, source=source, file=file)
+    slower = make_hardware(ours.name, entry, ours.links.gpus_per_node)
     return replace(workload, hardware=replace(slower, hbm_bytes=ours.hbm_bytes))  # which `memory_gib` may say
 
 

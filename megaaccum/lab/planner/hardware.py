@@ -49,9 +49,8 @@ def load_hardware(
     *,
     file: str | os.PathLike[str] | None = None,
     gpus_per_node: int | None = None,
-    slower: tuple[float, str] | None = None,
 ) -> Hardware:
-    """The entry `name` of the file, or of those in the package; with `slower`, as `slowed` by this (factor, source).
+    """The entry `name` of the file, or of those in the package.
 
     Raises:
         ConfigError: no such entry (with the nearest names), or an entry with a key missing or unknown.
@@ -65,8 +64,7 @@ def load_hardware(
             f"{name} is not in the hardware table; {hint} {', '.join(entries)}."
             " `megaaccum calibrate` measures a machine and writes an entry for --hardware."
         )
-    entry = slowed(wanted, slower[0], source=slower[1], file=file) if slower else _merged(wanted, entries)
-    return _make(wanted, entry, gpus_per_node)
+    return make_hardware(wanted, _merged(wanted, entries), gpus_per_node)
 
 
 _RATES = ("gemm", "gemm_fp8", "gemm_fp4", "attention", "scores", "memory")
@@ -150,7 +148,8 @@ def _merged(name: str, entries: dict[str, dict[str, Any]], above: tuple[str, ...
     return below | entry | {"efficiency": below.get("efficiency", {}) | entry.get("efficiency", {})}
 
 
-def _make(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:
+def make_hardware(name: str, entry: dict[str, Any], gpus_per_node: int | None) -> Hardware:
+    """The machine of an entry. Raises ConfigError if a key is missing, unknown or no number that can be."""
     if missing := sorted(_KEYS - entry.keys() - {"like", "peak_fp32_tflops"}):
         raise ConfigError(f"hardware entry {name} lacks {', '.join(missing)}.")
     if unknown := sorted(map(str, entry["efficiency"].keys() - {field.name for field in fields(Efficiency)})):

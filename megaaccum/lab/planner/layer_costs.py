@@ -27,7 +27,7 @@ from megaaccum.distributed import groups
 from megaaccum.errors import ConfigError
 from megaaccum.executor.wgrad import WeightGrads, install, put_aside
 from megaaccum.lab.planner.calibration import time_when_done
-from megaaccum.lab.planner.footprint import chosen, state_bytes
+from megaaccum.lab.planner.footprint import state_bytes
 from megaaccum.lab.planner.layout_config import set_aside
 from megaaccum.lab.search.profile import DENSE, EMBEDDING, EXPERTS, HEAD, PREDICTION, LayerCost, Profile
 from megaaccum.platform import cpu
@@ -133,7 +133,7 @@ def microbatch_of(plan: Plan, vocab_size: int) -> dict[str, torch.Tensor]:
 
 def bytes_per_element(plan: Plan, ranks: int) -> float:
     """Bytes of a parameter with its gradient and optimizer state, whole ones and shards over `ranks`."""
-    each = state_bytes(chosen(plan), plan.config.sharding)
+    each = state_bytes(plan.config.sharding)
     whole = each.param + each.grad + each.optimizer
     return whole + (each.param_shard + each.grad_shard + each.optimizer_shard) / ranks
 

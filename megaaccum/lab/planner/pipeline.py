@@ -10,9 +10,9 @@ README's bound.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,19 +23,26 @@ from megaaccum.schedule.registry import build, by_executor, entry, is_v_shaped, 
 from megaaccum.schedule.simulate import Costs, simulate
 
 
-class Work(NamedTuple):
-    """Seconds of one micro-batch on a pipeline rank on average, all its chunks together: numbers, or one per layout."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one micro-batch in one layer, stage or rank: forward, input gradient, weight gradient."""
 
     forward: Any
     input_grad: Any
     weight_grad: Any
-    hop: Any = 0.0
-    """From rank to rank, of one activation."""
+    exposed: Any = 0.0
+    """Seconds of these that are spent in communication that nothing hides."""
 
     @property
     def whole(self) -> Any:
-        """F + I + W."""
+        """Forward and backward."""
         return self.forward + self.input_grad + self.weight_grad
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Pass)))
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(*(getattr(self, f.name) * times for f in fields(Pass)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,8 @@ class Formulas:
     """
 
     in_flight: Callable[[int, int, int, Any, int], list[Any]]
-    fill: Callable[[Work, int], Any]
-    fill_open: Callable[[Work, int], Any] | None = None
+    fill: Callable[[Pass, int], Any]
+    fill_open: Callable[[Pass, int], Any] | None = None
 
 
 _FORMULAS: dict[str, Formulas] = {}
@@ -110,23 +117,24 @@ def _owed(name: str, pp: int, microbatches: int) -> tuple[float, ...]:
     return Memory(activation=none, deferred=(1.0,) * schedule.num_stages, state=none).peaks(schedule)
 
 
-def fill_seconds(name: str, work: Work, *, pp: int, vpp: int, m: Any, barrier: bool = True) -> Any:
+def fill_seconds(name: str, work: Pass, *, pp: int, vpp: int, m: Any, hop: Any = 0.0, barrier: bool = True) -> Any:
     """Seconds by which a flush is longer than the slowest rank's own work: filling and draining.
 
-    m: micro-batches, each of which a simulated schedule may make wait if passes are unequal. barrier: a step waits for
-    the slowest rank of the one before; without one (`speculative_step`) ZB-V alone gains. Megatron's own schedules send
-    a gradient when the whole backward is done, the others when its first half is. V-shaped schedules have no published
-    formula for unequal halves: theirs are what simulation gives.
+    work: seconds of one micro-batch on a pipeline rank on average, all its chunks together. m: micro-batches, each of
+    which a simulated schedule may make wait if passes are unequal. hop: seconds from rank to rank, of one activation.
+    barrier: a step waits for the slowest rank of the one before; without one (`speculative_step`) ZB-V alone gains.
+    Megatron's own schedules send a gradient when the whole backward is done, the others when its first half is.
+    V-shaped schedules have no published formula for unequal halves: theirs are what simulation gives.
     """
     if name not in _FORMULAS:
-        return np.array([_simulated_fill(name, pp, *row) for row in np.broadcast(m, *work)])
+        rows = np.broadcast(m, hop, work.forward, work.input_grad, work.weight_grad)
+        return np.array([_simulated_fill(name, pp, *row) for row in rows])
     formulas = _FORMULAS[name]
     fill = formulas.fill if barrier else formulas.fill_open or formulas.fill
-    return (pp - 1) * fill(work, vpp) + 2 * (pp - 1) * work.hop
+    return (pp - 1) * fill(work, vpp) + 2 * (pp - 1) * hop
 
 
-def _simulated_fill(name: str, pp: int, m: int, *work: float) -> float:
-    *passes, hop = work
+def _simulated_fill(name: str, pp: int, m: int, hop: float, *passes: float) -> float:
     costs = Costs.per_rank(*passes, chunks=entry(name).chunks or 2, p2p=hop)
     return simulate(build(name, pp=pp, num_microbatches=int(m)), costs).makespan - int(m) * sum(passes)
 
@@ -158,19 +166,19 @@ HALF = 0.5
 """Share of a rank's time that each chunk of a V takes."""
 
 
-def _zbv_fill(work: Work, vpp: int) -> Any:
+def _zbv_fill(work: Pass, vpp: int) -> Any:
     """The optimizer waits for the slowest rank, so that the first pass is not hidden."""
-    f, i, w, _ = work
+    f, i, w = work.forward, work.input_grad, work.weight_grad
     return HALF * np.maximum(np.maximum(f, i), f + 2 * i - 3 * w)
 
 
-def _zbv_fill_open(work: Work, vpp: int) -> Any:
-    f, i, w, _ = work
+def _zbv_fill_open(work: Pass, vpp: int) -> Any:
+    f, i, w = work.forward, work.input_grad, work.weight_grad
     return HALF * np.maximum.reduce(np.broadcast_arrays(0.0, f - i, 2 * f - i - w, 2 * (i - w)))
 
 
-def _dualpipev_fill(work: Work, vpp: int) -> Any:
-    f, i, w, _ = work
+def _dualpipev_fill(work: Pass, vpp: int) -> Any:
+    f, i, w = work.forward, work.input_grad, work.weight_grad
     return HALF * np.maximum(f, f + 2 * (i - w))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -53,9 +53,15 @@ def _searched(searched: Sequence[float | None], index: int) -> str:
 def _brief(*figures: str) -> Table:
     """An empty table of layouts in one word each, with these columns of figures."""
     out = Table(header_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("#", "layout", "mbs\nx ga", "recompute", "schedule", *figures):
-        out.add_column(name, justify="left" if name in ("layout", "recompute", "schedule", "verdict") else "right")
+    _add_columns(out, ("#", "layout", "mbs\nx ga", "recompute", "schedule", *figures))
     return out
+
+
+def _add_columns(table: Table, names: Iterable[str], *, no_wrap: bool = False) -> None:
+    """Columns of words at the left, of figures at the right."""
+    for name in names:
+        words = name in ("layout", "recompute", "schedule", "sync", "verdict")
+        table.add_column(name, justify="left" if words else "right", no_wrap=no_wrap)
 
 
 def _words(row: int, at: Mapping[str, Any]) -> list[str]:
@@ -67,11 +73,8 @@ def wide_table(ranked: Ranked, rows: int, searched: Sequence[float | None] | Non
     out = Table(header_style="bold")
     moe = ranked.workload.model.num_experts is not None
     axes = ["tp", "cp", "pp", "vpp", *(["ep"] if moe else []), "dp", "mbs", "dbs", "ga"]
-    for name in ["#", *axes, "recompute", "schedule", "sync"]:
-        out.add_column(name, justify="left" if name in ("recompute", "schedule", "sync") else "right", no_wrap=True)
     figures = "rest GiB free s/step bubble comm MFU tokens/s".split() + ([] if searched is None else ["searched"])
-    for name in [*_SHORT.values(), *figures]:
-        out.add_column(name, justify="right", no_wrap=True)
+    _add_columns(out, ["#", *axes, "recompute", "schedule", "sync", *_SHORT.values(), *figures], no_wrap=True)
     for index in range(min(rows, ranked.num_unbeaten)):
         at = ranked.name_of(index)
         cells = [*(str(at[axis]) for axis in (*axes, "recompute", "schedule", "sync")), *_memory_cells(ranked, index)]
@@ -210,11 +213,8 @@ def tuning_table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
 def wide_tuning_table(fallbacks: Fallbacks, best: Candidate | None) -> Table:
     """The same rows with every axis, seconds and GiB, predicted and measured, and their ratio."""
     out = Table(header_style="bold")
-    out.add_column("row", justify="right")
-    out.add_column("layout")
-    for name in ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio"):
-        out.add_column(name, justify="right")
-    out.add_column("verdict")
+    figures = ("predicted s", "measured s", "ratio", "predicted GiB", "held GiB", "ratio")
+    _add_columns(out, ("row", "layout", *figures, "verdict"))
     for each in fallbacks.tried:
         outcome = fallbacks.outcomes[each.name]
         verdict = "best" if each is best else outcome.verdict

@@ -11,17 +11,19 @@ import numpy as np
 
 from megaaccum.config import resolve
 from megaaccum.config.plan import Plan
+from megaaccum.config.schema import ShardingConfig
 from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.planner import footprint
-from megaaccum.lab.planner.footprint import Moved, ShardingMode
+from megaaccum.lab.planner.footprint import Moved, mode_name
 from megaaccum.lab.planner.hardware import load_hardware, names, usual_usage
 from megaaccum.lab.planner.layouts import SCHEDULES, SYNC_MODES, Layouts, from_rows, row_of
 from megaaccum.lab.planner.matrices import most_owned, rank_matrices
 from megaaccum.lab.planner.memory import Memory, MemoryModel, Usage
 from megaaccum.lab.planner.stages import Stage, chunks_of_rank, rank_kinds, stages_of, with_head_apart
 from megaaccum.lab.planner.weights import Elements, rank_parameters
-from megaaccum.lab.planner.workload import at_owners_in, memory_model
+from megaaccum.lab.planner.workload import memory_model
 from megaaccum.model.sizes import padded_vocab_size
+from megaaccum.optim.owners import at_owners
 from megaaccum.pretrain.data.sources import vocab_size
 from megaaccum.pretrain.model.layers import Layers, on_a_gpu
 from megaaccum.units import GIB, amount
@@ -40,7 +42,7 @@ class Predicted:
     """The cost of a sync mode: bytes received per step by the rank with the most parameters, and bytes by kind
     (planner/memory.py) of the rank that holds the most."""
 
-    mode: ShardingMode
+    mode: ShardingConfig
     moved: Moved
     memory: dict[str, float]
 
@@ -74,7 +76,7 @@ class Forecast:
         """Every sync mode, the one that the plan names among them."""
         return [self.predict(mode) for mode in footprint.every(self.plan)]
 
-    def predict(self, mode: ShardingMode) -> Predicted:
+    def predict(self, mode: ShardingConfig) -> Predicted:
         """The cost of `mode`."""
         at = self.plan.layout
         ranks = rank_kinds(self.stages, pp=at.pp, schedule=at.schedule)
@@ -82,34 +84,33 @@ class Forecast:
         peak = self.model(mode).peak(self.layout(mode))
         return Predicted(mode, moved, {kind: float(size[0]) for kind, size in peak.by_kind.items()})
 
-    def moved(self, mode: ShardingMode, pp_rank: int, dp_rank: int | None = None) -> Moved:
+    def moved(self, mode: ShardingConfig, pp_rank: int, dp_rank: int | None = None) -> Moved:
         """Bytes that a rank at `pp_rank` receives, at `dp_rank` or the one that receives the most. Experts are gathered
         and reduced over their own ranks."""
         at, held = self.plan.layout, self.elements(pp_rank)
-        sharding, m = self.plan.config.sharding, self.plan.batch.num_microbatches
-        kept = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept)) if mode.live else 0.0
+        m, kept = self.plan.batch.num_microbatches, 0.0
+        if mode.max_live_parameters:
+            kept = float(np.max(self.model(mode).units(self.layout(mode), self.chunks(pp_rank)).kept))
         live = min(kept, float(held.total))  # all of it: a tied head too, which finds the table gathered
-        plain = footprint.moved(
-            mode, sharding, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp
-        )
+        plain = footprint.moved(mode, int(held.plain), at.dp * at.cp, microbatches=m, live=live, rank=dp_rank, cp=at.cp)
         if (mode.backend, mode.sync) == ("deepspeed", "streaming") and live == kept:
             again = int(self.elements(pp_rank, head_apart=True).plain - held.plain)  # a tied head gathers the table too
-            plain += Moved(footprint.moved(mode, sharding, again, at.dp * at.cp, microbatches=m).gathered, 0.0)
+            plain += Moved(footprint.moved(mode, again, at.dp * at.cp, microbatches=m).gathered, 0.0)
         alike = dp_rank if at.edp == at.dp * at.cp else None
         if mode.sync == "resident":
             m *= max(1, at.dp * at.cp // at.edp)  # of the runs of all ranks that send tokens
-        total = plain + footprint.moved(mode, sharding, int(held.expert), at.edp, microbatches=m, rank=alike)
+        total = plain + footprint.moved(mode, int(held.expert), at.edp, microbatches=m, rank=alike)
         return total + self._straight_to_owners(mode, pp_rank) if self._at_owners(mode) else total
 
-    def _straight_to_owners(self, mode: ShardingMode, pp_rank: int) -> Moved:
+    def _straight_to_owners(self, mode: ShardingConfig, pp_rank: int) -> Moved:
         """By how much less the reductions move if matrices go to their owners: one sum over all ranks."""
-        at, sharding, m = self.plan.layout, self.plan.config.sharding, self.plan.batch.num_microbatches
+        at, m = self.plan.layout, self.plan.batch.num_microbatches
         held = rank_matrices(self.plan.config.model, self.chunks(pp_rank), at)
         reductions = m if mode.sync == "streaming" else 1
         more = 0.0
         for elements, ranks in ((int(held.plain), at.dp * at.cp), (int(held.expert), at.edp)):
-            once = (ranks - 1) / ranks * elements * footprint.reduce_bytes(sharding)
-            more += once * reductions - footprint.moved(mode, sharding, elements, ranks, microbatches=m).reduced
+            once = (ranks - 1) / ranks * elements * footprint.reduce_bytes(mode)
+            more += once * reductions - footprint.moved(mode, elements, ranks, microbatches=m).reduced
         return Moved(0.0, more)
 
     def elements(self, pp_rank: int, *, head_apart: bool = False) -> Elements:
@@ -125,7 +126,7 @@ class Forecast:
         at = self.plan.layout
         return chunks_of_rank(self.stages, pp_rank, pp=at.pp, schedule=at.schedule)
 
-    def model(self, mode: ShardingMode) -> MemoryModel:
+    def model(self, mode: ShardingConfig) -> MemoryModel:
         """The planner's memory model of `mode`."""
         config, batch = self.plan.config, self.plan.batch
         made = memory_model(
@@ -134,10 +135,10 @@ class Forecast:
         )  # fmt: skip
         return replace(made, at_owners=self._at_owners(mode), most_owned=partial(most_owned, self.plan))
 
-    def _at_owners(self, mode: ShardingMode) -> bool:
-        return at_owners_in(self.plan.config, mode, self.plan.batch.num_microbatches)
+    def _at_owners(self, mode: ShardingConfig) -> bool:
+        return at_owners(replace(self.plan.config, sharding=mode), self.plan.batch.num_microbatches)
 
-    def layout(self, mode: ShardingMode) -> Layouts:
+    def layout(self, mode: ShardingConfig) -> Layouts:
         """The layout of the plan as the planner's one row."""
         row = row_of(self.plan.layout, self.plan.batch, self.plan.config)
         return from_rows([row | dict(sync=SYNC_MODES.index(mode.sync), zero_stage=mode.zero_stage)])
@@ -174,7 +175,7 @@ def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: L
         why = f"whether the step fits into {amount(limit.num_bytes)} is not known for a schedule from a file."
         return with_note(plan, why)
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
-    tried = [(each, replace(forecast, plan=each).predict(footprint.chosen(each))) for each in _options(forecast, limit)]
+    tried = [(each, replace(forecast, plan=each).predict(each.config.sharding)) for each in _options(forecast, limit)]
     for option, row in tried:
         if row.held <= limit.num_bytes:
             return with_note(option, _reason(tried, row, limit)) if is_auto else option
@@ -183,7 +184,7 @@ def choose_sync_mode(plan: Plan, device_bytes: float | None = None, *, layers: L
 
 def peak(plan: Plan, device_bytes: float | None = None, layers: Layers | None = None) -> Memory:
     """Bytes of the most loaded rank under the plan's own sync mode. Arguments as `choose_sync_mode`'s."""
-    mode = footprint.chosen(plan)
+    mode = plan.config.sharding
     forecast = Forecast(plan, vocab_size_of(plan), layers, _usage(device_bytes))
     return forecast.model(mode).peak(forecast.layout(mode))
 
@@ -212,7 +213,7 @@ def _options(forecast: Forecast, limit: Limit) -> Iterator[Plan]:
         streaming = _with(plan, sync="streaming")
     except ConfigError:
         return
-    left = limit.num_bytes - replace(forecast, plan=streaming).predict(footprint.chosen(streaming)).held
+    left = limit.num_bytes - replace(forecast, plan=streaming).predict(streaming.config.sharding).held
     live = int(left / footprint.BYTES[plan.config.sharding.params_dtype or "fp32"])
     keeps_some = plan.config.sharding.backend == "deepspeed" and live > 0
     yield _with(plan, sync="streaming", max_live_parameters=live) if keeps_some else streaming
@@ -235,7 +236,7 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit) -
     before = [
         f"{other.mode.sync} would hold {amount(other.held)}" for _, other in tried if other.held > limit.num_bytes
     ]
-    live = f" with max_live_parameters {row.mode.live}" if row.mode.live else ""
+    live = f" with max_live_parameters {row.mode.max_live_parameters}" if row.mode.max_live_parameters else ""
     text = (
         f"sync auto: {row.mode.sync}{live} holds {amount(row.held)} of {amount(limit.num_bytes)} ({limit.source}) and"
         f" moves {amount(row.moved.total)} per step"
@@ -246,8 +247,8 @@ def _reason(tried: list[tuple[Plan, Predicted]], row: Predicted, limit: Limit) -
 def _refusal(forecast: Forecast, tried: list[Predicted], limit: Limit) -> str:
     """The sizes that do not fit, by kind, and what to change."""
     lines = [
-        f"{row.mode} needs {amount(row.held)} on the most loaded rank, but there are {amount(limit.num_bytes)}"
-        f" ({limit.source}): {row.kinds()}."
+        f"{mode_name(row.mode)} needs {amount(row.held)} on the most loaded rank, but there are"
+        f" {amount(limit.num_bytes)} ({limit.source}): {row.kinds()}."
         for row in tried
     ]
     return " ".join([*lines, _remedy(forecast, limit)])
@@ -258,13 +259,13 @@ def _remedy(forecast: Forecast, limit: Limit) -> str:
     legal = [row for row in forecast.every() if not problems_of(_with, forecast.plan, **_values(row.mode))]
     if rows := [row for row in legal if row.held <= limit.num_bytes]:
         best = min(rows, key=lambda row: row.moved.total)
-        return f"{best.mode} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
+        return f"{mode_name(best.mode)} would hold {amount(best.held)}: set {', '.join(_keys(best.mode))}."
     smallest = min(legal, key=lambda row: row.held)
     gpus = gpus_with(smallest.held - forecast.usage.runtime_bytes)
     return (
-        f"The smallest sync mode, {smallest.mode}, holds {amount(smallest.held)}: raise pipeline_model_parallel_size or"
-        " tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity to full, or memory_gib to what"
-        f" there is, at least {1.006 * smallest.held / GIB:.3g}: {gpus}."
+        f"The smallest sync mode, {mode_name(smallest.mode)}, holds {amount(smallest.held)}: raise"
+        " pipeline_model_parallel_size or tensor_model_parallel_size, lower micro_batch_size, set recompute_granularity"
+        f" to full, or memory_gib to what there is, at least {1.006 * smallest.held / GIB:.3g}: {gpus}."
     )
 
 
@@ -277,13 +278,13 @@ def gpus_with(num_bytes: float) -> str:
     return f"no known GPU has that, the largest is {largest.name} with {largest.hbm_bytes / GIB:.0f} GiB"
 
 
-def _values(mode: ShardingMode) -> dict[str, object]:
+def _values(mode: ShardingConfig) -> dict[str, object]:
     """The keys that name a sync mode."""
-    stage = {"zero_stage": mode.zero_stage} if mode.backend == "deepspeed" else {}
-    keys = {"backend": mode.backend, "sync": mode.sync, "max_live_parameters": mode.live}
-    return keys | stage | {"data_parallel_replicas": mode.replicas}
+    stage = ["zero_stage"] if mode.backend == "deepspeed" else []
+    names = ["backend", "sync", "max_live_parameters", *stage, "data_parallel_replicas"]
+    return {name: getattr(mode, name) for name in names}
 
 
-def _keys(mode: ShardingMode) -> list[str]:
+def _keys(mode: ShardingConfig) -> list[str]:
     plain = {"max_live_parameters": 0, "data_parallel_replicas": 1}
     return [f"{key} to {value}" for key, value in _values(mode).items() if plain.get(key) != value]

@@ -19,6 +19,7 @@ from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE, SCHEDULES, SYNC_MODES, Layouts
 from megaaccum.lab.planner.matrices import stage_matrices
 from megaaccum.lab.planner.memory import StageSource
+from megaaccum.lab.planner.pipeline import Pass
 from megaaccum.lab.planner.stages import Stage, rank_kinds
 from megaaccum.lab.planner.weights import rank_parameters
 from megaaccum.model.sizes import padded_rows
@@ -108,28 +109,6 @@ class Software:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """Seconds of one micro-batch in one layer (or stage): forward, input gradient, weight gradient."""
-
-    forward: Any
-    input_grad: Any
-    weight_grad: Any
-    exposed: Any
-    """Seconds of these that are spent in communication that nothing hides."""
-
-    @property
-    def whole(self) -> Any:
-        """Forward and backward."""
-        return self.forward + self.input_grad + self.weight_grad
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Pass)))
-
-    def __mul__(self, times: float) -> Pass:
-        return Pass(*(getattr(self, f.name) * times for f in fields(Pass)))
-
-
-@dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one step of each layout."""
 
@@ -183,8 +162,7 @@ class TimeModel:
         m, e = at.num_microbatches, self.hardware.device.efficiency
         hop = self.hop_seconds(at) * (pp > 1)
         p2p = m * pipeline.exposed_hops(name, pp=pp, vpp=vpp) * hop
-        work = pipeline.Work(mean.forward, mean.input_grad, mean.weight_grad, hop)
-        fill = pipeline.fill_seconds(name, work, pp=pp, vpp=vpp, m=m, barrier=self.software.barrier)
+        fill = pipeline.fill_seconds(name, mean, hop=hop, pp=pp, vpp=vpp, m=m, barrier=self.software.barrier)
         gather, reduce = self._sharding_seconds(at, kinds, slowest)
         parts = {
             "compute": m * slowest.whole,

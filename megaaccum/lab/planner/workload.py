@@ -13,7 +13,7 @@ from megaaccum.config.schema import Config, ModelConfig, OptimizerConfig, Shardi
 from megaaccum.errors import ConfigError, DataError, raise_problems
 from megaaccum.lab.planner.activations import Kernels, expert_load
 from megaaccum.lab.planner.candidates import Candidates, Limits
-from megaaccum.lab.planner.footprint import BYTES, ShardingMode, state_bytes
+from megaaccum.lab.planner.footprint import BYTES, state_bytes
 from megaaccum.lab.planner.hardware import Hardware
 from megaaccum.lab.planner.layouts import SYNC_MODES
 from megaaccum.lab.planner.memory import MemoryModel, Usage
@@ -52,19 +52,9 @@ class Workload:
     global_batch_size: int
 
     @property
-    def seq_length(self) -> int:
-        """Tokens of a sequence."""
-        return self.model.seq_length
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
         return self.global_batch_size * self.model.seq_length
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether the layers' products are in FP8."""
-        return self.config.quantization.fp8_format is not None
 
     def layers(self, schedule: str | None = None) -> Layers:
         """The layers of a GPU with Transformer Engine, as far as the configuration's precision, its backend and the
@@ -93,16 +83,16 @@ class Workload:
 
     def time_model(self, memory: MemoryModel) -> TimeModel:
         """Seconds per step as megaaccum runs: one gather before the flush, the reduction under its last backward."""
-        half = self.sharding.params_dtype in ("bf16", "fp16")
+        half, in_fp8 = self.sharding.params_dtype in ("bf16", "fp16"), self.config.quantization.fp8_format is not None
         fused = self.model.gradient_accumulation_fusion or not half
         flex = self.model.moe_token_dispatcher_type == "flex"
         software = Software(
-            flash=self.layers().fused_attention, precision="fp8" if self.in_fp8 else "16 bit" if half else "fp32",
+            flash=self.layers().fused_attention, precision="fp8" if in_fp8 else "16 bit" if half else "fp32",
             grad_bytes=BYTES[self.sharding.grad_reduce_dtype], added_bytes=0.0 if fused else ADDED_BYTES,
             param_bytes=BYTES[self.sharding.params_dtype or "fp32"], sharded=self.sharding.backend != "ddp",
             ep_overlap=self.config.parallel.overlap_moe_expert_parallel_comm, fused_dispatch=flex,
             in_runs=self.sharding.reproducible == "layout", offloaded=self.sharding.offload_optimizer == "cpu",
-            row_passes=(6.0 if flex or not self.in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
+            row_passes=(6.0 if flex or not in_fp8 else 10.0) + BIASED_ROW_PASSES * self.model.add_bias_linear,
             barrier=not self.config.step.speculative_step, imbalance=expert_load(self.model),
         )  # fmt: skip
         return TimeModel(
@@ -187,18 +177,18 @@ def kernels_of(config: Config, made_of: Layers) -> Kernels:
     )
 
 
-def modes_of(sharding: ShardingConfig) -> list[ShardingMode]:
+def modes_of(sharding: ShardingConfig) -> list[ShardingConfig]:
     """The sync modes that a layout can name with this backend: those of its ZeRO stages and syncs that there are."""
-    one = ShardingMode(backend=sharding.backend, sync="resident", replicas=sharding.data_parallel_replicas)
-    streaming = [replace(one, sync="streaming", live=sharding.max_live_parameters)]
-    resident = [replace(one, zero_stage=stage) for stage in range(4)]
-    return resident + (streaming if one.backend in ("deepspeed", "fsdp2") else [])
+    plain = replace(sharding, sync="resident", max_live_parameters=0)
+    resident = [replace(plain, zero_stage=stage) for stage in range(4)]  # type: ignore[arg-type]
+    streaming = replace(sharding, sync="streaming", zero_stage=3)
+    return [*resident, streaming] if sharding.backend in ("deepspeed", "fsdp2") else resident
 
 
 def memory_model(
     config: Config,
     vocab_size: int,
-    modes: Sequence[ShardingMode],
+    modes: Sequence[ShardingConfig],
     *,
     made_of: Layers,
     usage: Usage | None = None,
@@ -225,19 +215,18 @@ def memory_model(
         kernels=kernels_of(config, made_of),
         usage=usage or Usage(),
         states={
-            (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, sharding, **more, moments=moments)
-            for each in modes
+            (each.zero_stage, SYNC_MODES.index(each.sync)): state_bytes(each, **more, moments=moments) for each in modes
         },
         buffer_bytes=bucket * reduce,
         bucket_elements=bucket,
         bucket_bytes=reduce,
-        sharded_over_dp=first.is_sharded,
-        replicas=first.replicas,
+        sharded_over_dp=first.backend != "ddp",
+        replicas=first.data_parallel_replicas,
         flushes=flushes,
         second_moment=_second_moment(config),
         soap=config.optimizer.optimizer == "soap",
-        at_owners=at_owners_in(config, first, 1),
-        live_elements=max(mode.live for mode in modes),
+        at_owners=at_owners(replace(config, sharding=first), 1),
+        live_elements=max(mode.max_live_parameters for mode in modes),
         head_copy=sharding.reproducible == "layout",
         context_blocks=sharding.reproducible_context_blocks or 1,
         weight_cache=FP8_WEIGHTS if in_fp8 else 0.0,
@@ -245,12 +234,6 @@ def memory_model(
         fixed_stages=None if stages is None else tuple(stages),
         group_size=None if stages is None else config.parallel.microbatch_group_size_per_vp_stage,
     )
-
-
-def at_owners_in(config: Config, mode: ShardingMode, num_microbatches: int) -> bool:
-    """Whether a run in this mode reduces Muon's matrices straight to their owners."""
-    own = dict(backend=mode.backend, sync=mode.sync, data_parallel_replicas=mode.replicas)
-    return at_owners(replace(config, sharding=replace(config.sharding, **own)), num_microbatches)  # type: ignore[arg-type]
 
 
 def _matrix_flops(keys: OptimizerConfig) -> Cost | None:

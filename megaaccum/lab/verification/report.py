@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -102,10 +101,11 @@ def write(verdict: Verdict, path: Path) -> None:
 
 def picture(verdict: Verdict, path: Path) -> None:
     """Draw the error of each parameter's gradient beside what rounding explains, in the order of the model."""
-    importlib.import_module("matplotlib").use("agg")
-    plt = importlib.import_module("matplotlib.pyplot")
+    from matplotlib.figure import Figure
+
     lanes = verdict.comparisons
-    figure, axes = plt.subplots(len(lanes), 1, figsize=(12, 1.5 + 3 * len(lanes)), squeeze=False, sharex=True)
+    figure = Figure(figsize=(12, 1.5 + 3 * len(lanes)))
+    axes = figure.subplots(len(lanes), 1, squeeze=False, sharex=True)
     for axis, comparison in zip(axes[:, 0], lanes, strict=True):
         rows: dict[str, Row] = {}
         for row in comparison.rows:
@@ -126,4 +126,3 @@ def picture(verdict: Verdict, path: Path) -> None:
     figure.suptitle(verdict.layout, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -18,7 +18,6 @@ from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
 from megaaccum.upstream import emerging
 
-DTYPES = names.DTYPES
 _DROPOUTS = tuple(each for name, each in vars(torch.nn).items() if "Dropout" in name)
 
 
@@ -195,7 +194,7 @@ class _UserSubject:
         for module in model.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
-        dtype = DTYPES[plan.config.sharding.params_dtype or "fp32"]
+        dtype = names.DTYPES[plan.config.sharding.params_dtype or "fp32"]
         built = next((param.dtype for param in model.parameters()), dtype)
         if built != dtype:
             model.to(dtype)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,22 +26,11 @@ _VOCAB_SIZE = 32768
 _SUFFIXES = (".bin", ".idx", ".tokenizer.json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildReport:
-    """The result of `build_pair`."""
-
-    num_documents: int
-    """Documents in the pair; those of white space alone are not counted."""
-    num_tokens: int
-    """Token ids in the .bin, end-of-document tokens included."""
-    vocab_size: int
-    """Largest id of the tokenizer + 1."""
-
-
 def build_pair(
     texts: Iterable[str], prefix: Path, tokenizer: tokenizers.Tokenizer, *, append_eod: bool, num_workers: int
-) -> BuildReport:
-    """Encode `texts`, one document each, into `prefix`.bin, .idx and .tokenizer.json.
+) -> tuple[int, int, int]:
+    """Encode `texts`, one document each, into `prefix`.bin, .idx and .tokenizer.json. Returns the number of documents,
+    those of white space alone left out, of token ids with those that end documents, and of the vocabulary's entries.
 
     The files are written aside and moved when they are complete: an error or a signal leaves what was there before. The
     bytes depend on texts and tokenizer alone, not on `num_workers` (processes; 1 works in this one).
@@ -59,14 +47,14 @@ def build_pair(
         staged = folder / prefix.name
         with disk_errors("cannot write", prefix):
             with PairWriter(staged, id_type(vocab_size)) as writer:
-                for encoded in encode_all(texts, tokenizer_json, eod, num_workers=num_workers):
-                    writer.add(encoded.ids, encoded.lengths)
-                    num_tokens += len(encoded.ids)
+                for ids, lengths in encode_all(texts, tokenizer_json, eod, num_workers=num_workers):
+                    writer.add(ids, lengths)
+                    num_tokens += len(ids)
                 if num_tokens == 0:
                     raise DataError("the input holds no text: every file is empty, or white space alone")
             with_suffix(staged, ".tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
         publish_pair(staged, prefix)
-    return BuildReport(num_documents=writer.num_documents, num_tokens=num_tokens, vocab_size=vocab_size)
+    return writer.num_documents, num_tokens, vocab_size
 
 
 def main(argv: list[str]) -> int:
@@ -91,12 +79,12 @@ def main(argv: list[str]) -> int:
     with _ended_by_sigterm():
         tokenizer = _tokenizer(args, source, size)
         with _progress_bar("encoding", size) as progress:
-            report = build_pair(
+            num_documents, num_tokens, vocab_size = build_pair(
                 source.documents(progress), prefix, tokenizer, append_eod=args.append_eod, num_workers=args.workers
             )
     print(
-        f"{prefix}.bin, .idx, .tokenizer.json: {report.num_documents:,} documents, {report.num_tokens:,} tokens, "
-        f"vocabulary {report.vocab_size:,}, {time.monotonic() - start:.1f} s"
+        f"{prefix}.bin, .idx, .tokenizer.json: {num_documents:,} documents, {num_tokens:,} tokens, "
+        f"vocabulary {vocab_size:,}, {time.monotonic() - start:.1f} s"
     )
     return 0
 

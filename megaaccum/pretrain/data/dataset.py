@@ -153,7 +153,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
         return _mock_datasets(plan, needed)
     if plan.config.data.sft:
         return _chat_datasets(plan, needed)
-    request, valid_batches = _request(plan, needed)
+    request = _request(plan, needed)
     _require_end_of_document(request)
     train, valid = _orders(request)
 
@@ -168,7 +168,7 @@ def build_datasets(plan: Plan, *, train_samples: int | None = None) -> Datasets:
     return Datasets(
         train=Order([Span(0, request.train_samples)], corpora, own_order),
         valid=valid,
-        valid_batches=valid_batches,
+        valid_batches=request.valid_samples // plan.batch.global_batch_size,
         vocabulary=request.vocabulary,
         digest=_content_digest(request, request.sources.train.prefixes),
         facts=request.shown(),
@@ -257,8 +257,8 @@ def _mock(plan: Plan, vocabulary: Vocabulary, part: int, count: int, seed: int) 
         return built
 
 
-def _request(plan: Plan, train_samples: int) -> tuple[_Request, int]:
-    """The parts to build, and the number of global batches of an evaluation."""
+def _request(plan: Plan, train_samples: int) -> _Request:
+    """The parts to build, and the samples of all global batches of an evaluation."""
     config, batch = plan.config, plan.batch.global_batch_size
     sources = read_sources(config.data)
     evaluates = _evaluates(plan, sources)
@@ -272,7 +272,7 @@ def _request(plan: Plan, train_samples: int) -> tuple[_Request, int]:
         blend = sources.valid or sources.train
         samples = epoch_samples([part.num_samples(config.model.seq_length) for part in valid_ranges], blend.weights)
         valid_batches = min(config.run.eval_iters, max(1, samples // batch))
-    request = _Request(
+    return _Request(
         sources=sources,
         pairs=pairs,
         vocabulary=vocabulary,
@@ -280,7 +280,6 @@ def _request(plan: Plan, train_samples: int) -> tuple[_Request, int]:
         valid_samples=valid_batches * batch,
         plan=plan,
     )
-    return request, valid_batches
 
 
 def _evaluates(plan: Plan, sources: Sources) -> bool:

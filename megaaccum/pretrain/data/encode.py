@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 import numpy as np
@@ -28,14 +27,8 @@ _TASKS_PER_WORKER = 4
 """Tasks that wait per worker: enough to keep it busy, few enough to hold little text in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Documents after encoding."""
-
-    ids: Ids
-    """Token ids of all documents back to back, shape [sum(lengths)]."""
-    lengths: list[int]
-    """Tokens of each document, none of them 0."""
+Encoded = tuple[Ids, list[int]]
+"""Token ids of all documents back to back, and the number of tokens of each, none of them 0."""
 
 
 class Encoder:
@@ -52,7 +45,7 @@ class Encoder:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         documents = [encoding.ids + self._end for encoding in encodings if encoding.ids]
         flat = [i for document in documents for i in document]
-        return Encoded(np.array(flat, dtype=np.int32), [len(document) for document in documents])
+        return np.array(flat, dtype=np.int32), [len(document) for document in documents]
 
 
 def encode_all(texts: Iterable[str], tokenizer_json: str, eod: int | None, *, num_workers: int) -> Iterator[Encoded]:

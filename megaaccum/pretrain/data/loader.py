@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaaccum.config.batch import BatchPlan
-from megaaccum.errors import ConfigError, DataError, MegaaccumError, either, nearest_multiples
+from megaaccum.errors import DataError, MegaaccumError
 from megaaccum.platform import cpu
 from megaaccum.pretrain.data.order import SampleDataset
 
@@ -62,7 +62,6 @@ class MicrobatchLoader:
         """
         self._global_batch_size = batch.global_batch_size
         self._round = batch.micro_batch_size * batch.data_parallel_size
-        self._consumed = consumed_samples
         self._pulled: deque[Batch] = deque()
         size, device = batch.micro_batch_size, cpu.device() if cpu.has_accelerator() else None
         step = range(0, self._global_batch_size // batch.data_parallel_size, size) if in_runs else range(1)
@@ -74,11 +73,6 @@ class MicrobatchLoader:
             num_workers = 2 if cpu.has_accelerator() else 0
         depth = max(num_workers, batch.num_microbatches)
         self._stream = _Prefetcher(reader, depth) if num_workers else reader
-
-    @property
-    def consumed_samples(self) -> int:
-        """Sequences that committed steps consumed, over all ranks: the loader's state in a checkpoint."""
-        return self._consumed
 
     def next_step(self, num_microbatches: int | None = None) -> list[Batch]:
         """The next optimizer step's micro-batches; the same ones until `commit`. Default: global_batch_size's.
@@ -100,22 +94,12 @@ class MicrobatchLoader:
             return [], error
 
     def commit(self, num_samples: int | None = None) -> None:
-        """Count `num_samples` sequences over all ranks as consumed (default: global_batch_size).
-
-        Raises:
-            ConfigError: num_samples is no multiple of micro_batch_size * dp_size.
-        """
+        """Count `num_samples` sequences over all ranks, a multiple of micro_batch_size * dp_size as every batch of a
+        plan, as consumed (default: global_batch_size)."""
         num_samples = self._global_batch_size if num_samples is None else num_samples
-        if num_samples < 1 or num_samples % self._round:
-            raise ConfigError(
-                f"a batch of {num_samples} sequences does not divide into rounds of micro_batch_size * data-parallel "
-                f"ranks = {self._round} sequences; set global_batch_size to "
-                f"{either(nearest_multiples(num_samples, self._round))}"
-            )
         assert num_samples <= len(self._pulled) * self._round, "a step must be pulled before it is committed"
         for _ in range(num_samples // self._round):
             self._pulled.popleft()
-        self._consumed += num_samples
 
     def close(self) -> None:
         """End the preparing thread. May be called again."""

@@ -14,13 +14,9 @@ Fused = tuple[tuple[int, int], ...]
 """The matrices of a parameter, as (rows, columns)."""
 
 
-class LayerMatrices(NamedTuple):
-    """A layer's weights but norms and the router: those that tp cuts, those that every tp rank holds whole, and those
-    of routed experts, one expert's after the other's."""
-
-    cut: list[Fused]
-    whole: list[Fused]
-    experts: list[Fused]
+LayerMatrices = tuple[list[Fused], list[Fused], list[Fused]]
+"""A layer's weights but norms and the router: those that tp cuts, those that every tp rank holds whole, and those of
+routed experts, one expert's after the other's."""
 
 
 class LayerElements(NamedTuple):
@@ -41,10 +37,10 @@ def layer_matrices(model: ModelConfig, *, moe: bool) -> LayerMatrices:
     """The matrices of a layer with experts if `moe`, else of one with an MLP."""
     cut, whole = _attention(model)
     if not moe or model.num_experts is None:
-        return LayerMatrices([*cut, *_mlp(model, model.ffn_hidden_size or 0)], whole, [])
+        return [*cut, *_mlp(model, model.ffn_hidden_size or 0)], whole, []
     shared = model.moe_shared_expert_intermediate_size
     experts = _mlp(model, model.moe_ffn_hidden_size or model.ffn_hidden_size or 0) * model.num_experts
-    return LayerMatrices([*cut, *(_mlp(model, shared) if shared else ())], whole, experts)
+    return [*cut, *(_mlp(model, shared) if shared else ())], whole, experts
 
 
 def _mlp(model: ModelConfig, width: int) -> list[Fused]:

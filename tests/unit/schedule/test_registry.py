@@ -58,7 +58,7 @@ def test_the_planner_prices_it_by_its_table():
     assert pipeline.is_simulated("toy")
     assert pipeline.in_flight("toy", pp=2, vpp=1, rank=0, microbatches=8) == [2]
     makespan = simulate(build("toy", pp=2, num_microbatches=8), Costs(forward=1, input_grad=1, weight_grad=1)).makespan
-    assert pipeline.fill_seconds("toy", pipeline.Work(1, 1, 1), pp=2, vpp=1, m=8) == [makespan - 8 * 3]
+    assert pipeline.fill_seconds("toy", pipeline.Pass(1, 1, 1), pp=2, vpp=1, m=8) == [makespan - 8 * 3]
 
 
 def test_keys_and_planner_have_the_registrys_names():

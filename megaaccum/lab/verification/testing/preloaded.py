@@ -33,10 +33,8 @@ WHERE_THERE = (
     "transformers.models.llama.modeling_llama",
 )
 
-preload.libraries()
 with plots.quiet():
-    for name in WHAT_RANKS_IMPORT:
-        importlib.import_module(name)
+    preload.libraries(*WHAT_RANKS_IMPORT)
 for name in WHERE_THERE:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

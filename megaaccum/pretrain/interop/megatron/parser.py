@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import math
 import re
 import traceback
 import warnings
@@ -308,11 +309,10 @@ def _check(given: ParsedFlags, world_size: int | None) -> None:
         if isinstance(value, int | float) and most is not None and value > most:  # Megatron would count up to it
             given.problems.append(f"{given.written[name]}: it must be at most {most:g}.")
             return
-    layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
-    smallest = layout[0] * layout[1] * layout[2]
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    smallest = tp * args.context_parallel_size * pp
     if args.num_experts:
-        expert_ranks = (args.expert_tensor_parallel_size or layout[0]) * args.expert_model_parallel_size * layout[1]
-        smallest = max(smallest, expert_ranks)
+        smallest = math.lcm(smallest, (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size * pp)
     args.yaml_cfg = None  # its keys are among the arguments already
     args.optimizer_cpu_offload = False  # DeepSpeed's, which needs no precision-aware optimizer of Megatron's
     args.rank, args.world_size = 0, world_size or smallest

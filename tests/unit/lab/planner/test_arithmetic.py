@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from megaaccum.config.derive import derive
 from megaaccum.lab.planner import comm
 from megaaccum.lab.planner.comm import Group, Links
-from megaaccum.lab.planner.footprint import ShardingMode, StateBytes, state_bytes
+from megaaccum.lab.planner.footprint import StateBytes, state_bytes
 from megaaccum.observe.noise_scale import estimate
 from tests.support.check import run
 from tests.support.configs import make
@@ -62,7 +63,7 @@ def kept(backend: str, sync: str, stage: int = 3) -> StateBytes:
     """Bytes per parameter, of BF16 parameters with FP32 sums."""
     config = make(bf16=True, grad_accum_dtype="fp32")
     derive(config, [])
-    return state_bytes(ShardingMode(backend=backend, sync=sync, zero_stage=stage), config.sharding)
+    return state_bytes(replace(config.sharding, backend=backend, sync=sync, zero_stage=stage))
 
 
 def test_what_each_sync_mode_keeps_of_whole_gradients() -> None:

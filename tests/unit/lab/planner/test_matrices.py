@@ -55,7 +55,7 @@ def test_one_momentum_in_place_of_two_moments():
         else:  # the rank that keeps the most momenta
             owned = matrices.most_owned(with_muon, chunks)
             assert numel / 4 <= owned <= 1.1 * numel / 4
-            assert held[0] - held[1] == pytest.approx(8 * numel / (4 // mode.replicas) - 4 * owned)
+            assert held[0] - held[1] == pytest.approx(8 * numel / (4 // mode.data_parallel_replicas) - 4 * owned)
 
 
 LLAMA_3_8B = (

@@ -148,7 +148,7 @@ def test_interleaving_never_holds_more_than_there_is() -> None:
 def test_bubbles_of_the_papers() -> None:
     """arXiv 2104.04473, section 2.2; arXiv 2401.10241, table 2; with F = I = W = 1."""
     seconds = {
-        (name, vpp): float(pipeline.fill_seconds(name, pipeline.Work(1.0, 1.0, 1.0), pp=4, vpp=vpp, m=8))
+        (name, vpp): float(pipeline.fill_seconds(name, pipeline.Pass(1.0, 1.0, 1.0), pp=4, vpp=vpp, m=8))
         for name, vpp in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1))
     }
     assert seconds == {

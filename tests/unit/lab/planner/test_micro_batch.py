@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import expected, footprint, micro_batch, sync_mode
+from megaaccum.lab.planner import expected, micro_batch, sync_mode
 from megaaccum.units import GIB
 from tests.support.check import run
 from tests.support.configs import plan
@@ -23,7 +23,7 @@ def of(world_size: int = 2, **keys: object):
 
 def held(made) -> float:
     """GiB."""
-    return sync_mode.Forecast(made, 1000).predict(footprint.chosen(made)).held / GIB
+    return sync_mode.Forecast(made, 1000).predict(made.config.sharding).held / GIB
 
 
 def test_without_a_limit_it_is_one_sequence_and_the_note_says_why() -> None:

@@ -60,7 +60,7 @@ def test_filling_takes_what_the_simulator_says(
 
     chunks = vpp
     simulation = simulate(made(name, pp, vpp, m), Costs.per_rank(f, i, w, chunks=chunks))
-    planned = pipeline.fill_seconds(name, pipeline.Work(f, i, w), pp=pp, vpp=vpp, m=m)
+    planned = pipeline.fill_seconds(name, pipeline.Pass(f, i, w), pp=pp, vpp=vpp, m=m)
     assert m * (f + i + w) + planned == pytest.approx(simulation.makespan, rel=0.03)
 
 
@@ -74,7 +74,7 @@ def test_without_a_barrier_it_takes_what_consecutive_flushes_take(pp: int, f: fl
 
     m = 2 * pp
     simulated = seconds_without_barrier(made("zbv", pp, 2, m), Costs.per_rank(f, i, w, chunks=2))
-    planned = pipeline.fill_seconds("zbv", pipeline.Work(f, i, w), pp=pp, vpp=2, m=m, barrier=False)
+    planned = pipeline.fill_seconds("zbv", pipeline.Pass(f, i, w), pp=pp, vpp=2, m=m, barrier=False)
     assert m * (f + i + w) + planned == pytest.approx(simulated, rel=0.01)
 
 

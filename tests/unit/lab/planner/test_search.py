@@ -16,7 +16,7 @@ import pytest
 
 from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import footprint, layout_config, sync_mode
+from megaaccum.lab.planner import layout_config, sync_mode
 from megaaccum.lab.planner.candidates import AXES, Limits
 from megaaccum.lab.planner.certainty import MEASURED, fit_probability
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
@@ -108,7 +108,7 @@ def test_every_schedule_holds_what_check_says(backend: str) -> None:
     for index, at in rows.values():
         plan = layout_config.checked(work, at)
         forecast = sync_mode.Forecast(plan, work.vocab_size, usage=work.hardware.usage)
-        held = forecast.predict(footprint.chosen(plan)).memory
+        held = forecast.predict(plan.config.sharding).memory
         assert {kind: size[index] for kind, size in found.memory.by_kind.items()} == pytest.approx(held), at
 
 
@@ -128,9 +128,7 @@ def test_replicas_hold_what_check_says_and_divide_their_ranks() -> None:
     for index in range(0, len(found), 10):
         at = found.name_of(index)
         plan = layout_config.checked(work, at)
-        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers(at["schedule"])).predict(
-            footprint.chosen(plan)
-        )
+        of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers(at["schedule"])).predict(plan.config.sharding)
         assert held[index] == pytest.approx(of_check.memory["optimizer"] / GIB), at
 
 
@@ -143,7 +141,7 @@ def test_parameters_that_stay_gathered_count_as_in_check() -> None:
         assert {(1, 1), (2, 1), (4, 1), (2, 2)} <= rows.keys()
         for index, at in rows.values():
             plan = layout_config.checked(work, at)
-            of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(footprint.chosen(plan))
+            of_check = sync_mode.Forecast(plan, work.vocab_size, work.layers()).predict(plan.config.sharding)
             assert found.memory.by_kind["parameters"][index] == pytest.approx(of_check.memory["parameters"]), at
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from megaaccum.config import resolve
 from megaaccum.errors import ConfigError
-from megaaccum.lab.planner import footprint, sync_mode
+from megaaccum.lab.planner import sync_mode
+from megaaccum.lab.planner.footprint import mode_name
 from megaaccum.lab.planner.hardware import usual_usage
 from megaaccum.pretrain.model import layers
 from megaaccum.units import GIB
@@ -25,7 +26,7 @@ def small(world_size: int = 8, **keys: object):
 
 def held(of, **keys: object) -> float:
     """GiB that `of` holds with these keys of its sharding instead."""
-    mode = replace(footprint.chosen(of), **keys)
+    mode = replace(of.config.sharding, **keys)
     return sync_mode.Forecast(of, 1000).predict(mode).held / GIB
 
 
@@ -57,8 +58,8 @@ def test_the_memory_that_is_left_keeps_parameters_gathered() -> None:
     assert between.config.sharding.sync == "streaming"
     assert between.config.sharding.max_live_parameters > 0
     forecast = sync_mode.Forecast(between, 1000)
-    without = replace(footprint.chosen(between), live=0)
-    assert forecast.predict(footprint.chosen(between)).moved.total < forecast.predict(without).moved.total
+    without = replace(between.config.sharding, max_live_parameters=0)
+    assert forecast.predict(between.config.sharding).moved.total < forecast.predict(without).moved.total
     assert held(between) <= between.config.sharding.memory_gib
 
 
@@ -73,7 +74,7 @@ def test_the_device_is_the_limit_where_no_key_is() -> None:
     assert usage.runtime_bytes > GIB
     for sync, chosen in (("resident", "resident"), ("streaming", "streaming")):
         plan = small(sync=sync)
-        needed = sync_mode.Forecast(plan, 1000, usage=usage).predict(footprint.chosen(plan)).held
+        needed = sync_mode.Forecast(plan, 1000, usage=usage).predict(plan.config.sharding).held
         assert needed >= held(plan) * GIB + usage.runtime_bytes
         assert sync_mode.choose_sync_mode(small(), needed + 1).config.sharding.sync == chosen
     with pytest.raises(ConfigError, match=f"runtime {usage.runtime_bytes / GIB:.4g} GiB"):
@@ -123,7 +124,7 @@ def test_experts_are_held_and_moved_by_their_own_ranks() -> None:
     """Spread over all ranks, an expert is on one rank and no bytes of it cross data-parallel ranks."""
     keys = dict(num_experts=4, add_bias_linear=False, pipeline_model_parallel_size=1, num_layers=4)
     spread, dense = small(4, expert_model_parallel_size=4, **keys), small(4, **keys)
-    apart, together = (sync_mode.Forecast(each, 1000).predict(footprint.chosen(each)) for each in (spread, dense))
+    apart, together = (sync_mode.Forecast(each, 1000).predict(each.config.sharding) for each in (spread, dense))
     assert apart.moved.total < 0.5 * together.moved.total
     shared = sync_mode.Forecast(spread, 1000).elements(0)
     assert apart.memory["optimizer"] == pytest.approx(12 * (shared.plain / 4 + shared.expert))
@@ -132,9 +133,9 @@ def test_experts_are_held_and_moved_by_their_own_ranks() -> None:
 def test_every_policy_has_a_row_and_the_chosen_one_is_among_them() -> None:
     for keys in ({}, {"backend": "fsdp2", "data_parallel_replicas": 2}, {"zero_stage": 1}, {"backend": "ddp"}):
         each = small(**keys)
-        names = [str(row.mode) for row in sync_mode.Forecast(each, 1000).every()]
+        names = [mode_name(row.mode) for row in sync_mode.Forecast(each, 1000).every()]
         assert len(names) == len(set(names)) == 10
-        assert str(footprint.chosen(each)) in names
+        assert mode_name(each.config.sharding) in names
 
 
 def test_a_step_on_an_h200_took_what_is_predicted() -> None:
@@ -146,9 +147,9 @@ def test_a_step_on_an_h200_took_what_is_predicted() -> None:
     keys |= dict(pp_microbatches=8, reduce_bucket_size=50_000_000, sync="resident")
     on_gpu = layers.Layers(impl="local", fused_attention=True, on_gpu=True)
     found = plan(1, **keys)
-    predicted = sync_mode.Forecast(found, 61, layers=on_gpu).predict(footprint.chosen(found))
+    predicted = sync_mode.Forecast(found, 61, layers=on_gpu).predict(found.config.sharding)
     assert predicted.held == pytest.approx(41_606_505_472, rel=1e-3)
-    on_cpu = sync_mode.Forecast(found, 61, layers=replace(on_gpu, on_gpu=False)).predict(footprint.chosen(found))
+    on_cpu = sync_mode.Forecast(found, 61, layers=replace(on_gpu, on_gpu=False)).predict(found.config.sharding)
     assert on_cpu.held > 1.1 * predicted.held, "a CPU's kernels keep more"
 
 

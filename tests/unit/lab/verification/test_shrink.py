@@ -11,7 +11,7 @@ import torch
 
 from megaaccum.cli import verify as cli_verify
 from megaaccum.config import Plan, precision, resolve
-from megaaccum.lab.planner import footprint, sync_mode
+from megaaccum.lab.planner import sync_mode
 from megaaccum.lab.planner.stages import layers_of_stages
 from megaaccum.lab.verification.case import Case
 from megaaccum.lab.verification.reference import lr_schedule
@@ -152,7 +152,7 @@ def test_cold_experts_are_cold_within_the_steps_that_are_verified():
 def test_the_sync_mode_that_fits_is_the_one_that_is_verified():
     config = make(num_layers=16, hidden_size=128, vocab_size=1000, reduce_bucket_size=1000)
     resident = sync_mode.Forecast(resolve(config, world_size=8), 1000)
-    config.sharding.memory_gib = 0.9 * resident.predict(footprint.chosen(resident.plan)).held / GIB
+    config.sharding.memory_gib = 0.9 * resident.predict(resident.plan.config.sharding).held / GIB
     args = cli_verify._parser().parse_args(["--world-size", "8"])
     keys = cli_verify._case(config, None, args).case.keys
     assert keys["sync"] == "streaming"

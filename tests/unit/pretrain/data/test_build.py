@@ -163,8 +163,8 @@ def test_a_document_without_tokens_is_left_out(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"known": 0, "</s>": 1}, unk_token="missing"))
     texts = ["known", "\n", "known"]
     tokenizer.normalizer = normalizers.Strip()
-    report = build_pair(texts, tmp_path / "corpus", tokenizer, append_eod=True, num_workers=1)
-    assert (report.num_documents, report.num_tokens) == (2, 4)
+    num_documents, num_tokens, _ = build_pair(texts, tmp_path / "corpus", tokenizer, append_eod=True, num_workers=1)
+    assert (num_documents, num_tokens) == (2, 4)
     assert open_pair(tmp_path / "corpus").ids.tolist() == [0, 1, 0, 1]
 
 

@@ -43,7 +43,7 @@ def whole(text: str, *, world_size: int = 1):
     return resolve(config, world_size=world_size)
 
 
-def refusals(text: str, *, world_size: int = 1) -> list[str]:
+def refusals(text: str, *, world_size: int | None = 1) -> list[str]:
     return read(launch=Launch("pretrain_gpt.py", f"{BASE} {text}".split(), "s.sh", Path("."), world_size))[1]
 
 
@@ -260,6 +260,13 @@ def test_data_paths_in_files(tmp_path):
 def test_megatrons_own_check_is_asked():
     (told,) = refusals("--deterministic-mode --tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2")
     assert told.startswith("s.sh: Megatron refuses this list: ")
+
+
+def test_the_least_ranks_are_whole_groups_of_tp_and_of_experts():
+    """6 for tp 2 and ep 3: the larger of the two groups is no multiple of the other."""
+    text = "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 6 --disable-bias-linear --bf16"
+    text += " --expert-model-parallel-size 3 --expert-tensor-parallel-size 1 --global-batch-size 6"
+    assert refusals(text, world_size=None) == []
 
 
 @pytest.mark.parametrize(
