@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaaccum import config as configuration
-from megaaccum.lab.planner import sync_mode
+from megaaccum.lab.planner import footprint, sync_mode
 from megaaccum.lab.planner.stages import Stage
 from megaaccum.lab.planner.weights import stage_parameters
 from megaaccum.lab.verification.testing import run_ranks
@@ -66,7 +66,8 @@ def measure(microbatches: int) -> dict:
         mode = plan.config.sharding
         predicted = sync_mode.Forecast(plan, VOCABULARY).predict(mode).moved.total
         live = f", {mode.max_live_parameters:,} live" if mode.max_live_parameters else ""
-        rows.append({"sync": f"{mode}{live}", "keys": keys, "counted": counted, "calls": calls, "predicted": predicted})
+        name = f"{footprint.mode_name(mode)}{live}"
+        rows.append({"sync": name, "keys": keys, "counted": counted, "calls": calls, "predicted": predicted})
         bound = (RANKS - 1) / RANKS * elements * 4 * 2
     plan = plan_of([], microbatches)
     for name in STOCK:
