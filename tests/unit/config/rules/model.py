@@ -117,7 +117,7 @@ BROKEN: list[Case] = [
         "kernels",
         1,
         dict(cross_entropy_loss_fusion=True),
-        ["rounds the gradient of the logits to BF16", "params_dtype is fp32", "leave it out"],
+        ["rounds the gradient of logits to BF16", "params_dtype is fp32", "leave it out"],
     ),
     ("kernels", 1, dict(apply_rope_fusion=True), ["no rope", "leave it out"]),
     (
