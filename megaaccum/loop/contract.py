@@ -31,7 +31,7 @@ from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
 from megaaccum.config import Plan
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups, default_collection, share_reports
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import ConfigError, StepError, raise_problems
@@ -408,18 +408,20 @@ def wrap(
     Raises:
         ConfigError: on every rank, if chunks, groups and the plan do not match, or the plan asks for something that
             such a loop cannot have.
+        RankDisagreement: on every rank, if the chunks' `calculate_per_token_loss` differs.
     """
     start_together(plan)
     built = groups_of(plan, groups)
     bare: list[torch.nn.Module] = unwrap_model(list(chunks))
-    config = getattr(bare[0], "config", None)
-    per_token = getattr(config, "calculate_per_token_loss", plan.batch.loss_norm == "token")
+    key, by_tokens = "calculate_per_token_loss", plan.batch.loss_norm == "token"
+    per_token = [getattr(getattr(chunk, "config", None), key, by_tokens) for chunk in bare]
+    assert_same_on_ranks(f"{key} in the chunks' config", " and ".join(map(str, dict.fromkeys(per_token))))
     raise_on_all_ranks(_check, plan, bare)
     chunk_config.prepare_together(plan, built, bare)
     by_pattern.freeze(plan, bare)
     _broadcast(built, bare)
     inner = optimizer_of(plan, bare, optimizer)
-    step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token)
+    step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token[0])
     step.fill_hooks()
     for chunk in bare:
         if hasattr(chunk, "sharded_state_dict"):
@@ -457,8 +459,7 @@ def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Broadcast weights and buffers of the first data-parallel rank."""
     for chunk in chunks:
         for tensor in (*chunk.parameters(), *chunk.buffers()):
-            group = names.dp_group(tensor, groups)
-            dist.broadcast(tensor.data, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(tensor.data, group=names.dp_group(tensor, groups), group_src=0)
 
 
 def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:

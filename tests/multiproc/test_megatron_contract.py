@@ -185,6 +185,24 @@ def test_a_factor_on_means_is_refused():
     assert all("calculate_per_token_loss" in text for text in run_ranks(scaled_means, 2, timeout=60))
 
 
+def sums_of_the_last_stage() -> str:
+    from megaaccum.errors import RankDisagreement
+    from tests.multiproc.test_engine_inputs import chunk_of
+    from tests.multiproc.test_engine_states import BATCH
+
+    stage = torch.distributed.get_rank()
+    try:
+        wrapped_chunk(chunk_of(stage), BATCH, dict(layout=dict(pp=2)), torch.optim.AdamW, per_token=stage == 1)
+    except RankDisagreement as error:
+        return str(error)
+    return ""
+
+
+def test_stages_that_differ_in_what_a_loss_is_are_refused():
+    texts = run_ranks(sums_of_the_last_stage, 2, timeout=60)
+    assert all("calculate_per_token_loss in the chunks' config" in text for text in texts), texts
+
+
 # --- errors that the loop catches ------------------------------------------------------------------------------------
 
 
@@ -247,14 +265,14 @@ def after_errors(mode: str) -> dict[str, Any]:
     return found | {"after a load": optimizer.step()[0]}
 
 
-def wrapped_chunk(chunk: Any, batch: Any, keys: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+def wrapped_chunk(chunk: Any, batch: Any, keys: Any, optimizer: Any, *, per_token: bool = True) -> tuple[Any, Any, Any]:
     from megaaccum.config import Plan
     from megaaccum.distributed import groups
     from megaaccum.loop import get_forward_backward_func, wrap
 
     groups.destroy()
     plan = Plan.of(batch=batch, hidden_size=8, world_size=2, **keys)
-    chunk.config.calculate_per_token_loss = True
+    chunk.config.calculate_per_token_loss = per_token
     chunks, inner = wrap([chunk], groups.build(plan.layout, timeout_minutes=1).collection, plan, optimizer=optimizer)
     return chunks, inner, get_forward_backward_func(plan)
 
