@@ -78,14 +78,14 @@ def _with_sizes(config: Config, sizes: dict[str, int]) -> BatchConfig:
 def _check_total(config: Config, sizes: dict[str, int], dp: int) -> None:
     """Check that total_batch_size is whole accumulation steps of the sizes from its own source or the command line."""
     total, seq_length, origin = config.batch.total_batch_size, config.model.seq_length, config.origin
-    if total is None or seq_length < 1:
-        return
     places = (COMMAND_LINE, origin.get("total_batch_size"))
     known: dict[str, int] = {name: size for name, size in sizes.items() if origin.get(name) in places}
     parts = ("device_batch_size",) if "device_batch_size" in known else ("micro_batch_size", "pp_microbatches")
     factors = {name: known[name] for name in parts if name in known}
     factors |= {"seq_length": seq_length, "data_parallel_size": dp}
     unit = math.prod(factors.values())
+    if total is None or min(factors.values()) < 1:
+        return
     if total % unit:
         raise ConfigError(
             f"total_batch_size {total} tokens are not a whole number of accumulation steps of {equation(factors)}: set"

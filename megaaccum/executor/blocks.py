@@ -314,11 +314,8 @@ class _ByBlock(torch.autograd.Function):
                     torch.autograd.backward([edge], [part])
         found: list[torch.Tensor | None] = []
         for position, leaf in enumerate(graphs[0][0]):
-            grads = [leaves[position].grad for leaves, _ in graphs]
-            if not leaf.requires_grad:
-                found.append(None)
-            else:
-                found.append(ctx.cut.joined(grads) if position < ctx.num_cut else in_pairs(grads))
+            join = ctx.cut.joined if position < ctx.num_cut else in_pairs
+            found.append(join([leaves[position].grad for leaves, _ in graphs]) if leaf.requires_grad else None)
         return (None, None, None, None, None, *found)
 
 

@@ -15,6 +15,7 @@ ranks of what Megatron's schedules have divided by the number of micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,10 +31,10 @@ from megatron.core.utils import unwrap_model
 
 from megaaccum import sharding
 from megaaccum.config import Plan
-from megaaccum.distributed.agreement import raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups, default_collection, share_reports
 from megaaccum.distributed.start import groups_of, start_together
-from megaaccum.errors import ConfigError, raise_problems
+from megaaccum.errors import ConfigError, StepError, raise_problems
 from megaaccum.executor import entry
 from megaaccum.loop import checkpoint as loop_checkpoint
 from megaaccum.model import names
@@ -42,7 +43,7 @@ from megaaccum.optim.chosen import OptimizerFactory, optimizer_of
 from megaaccum.platform import cpu
 from megaaccum.sharding import ShardingBackend
 from megaaccum.step import chunk_config
-from megaaccum.step.train_step import TrainStep
+from megaaccum.step.train_step import PARTIAL_UPDATE, TrainStep
 from megaaccum.upstream import pytorch
 
 
@@ -60,8 +61,8 @@ class LoopStep:
         self.train_steps = TrainStep(plan, groups, chunks, backend)
         self.transaction = self.train_steps.transaction
         self._per_token = per_token
-        self._in_flush = self._gathered = False
-        self._flushes, self._factor = 0, 1.0
+        self._in_flush = self._unfinished = False
+        self._factor = 1.0
         self._hidden: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
 
     def fill_hooks(self) -> None:
@@ -83,20 +84,19 @@ class LoopStep:
             yield
 
     def before_forward(self) -> None:
-        """Gather the parameters; the first forward of a flush begins the flush."""
-        if not torch.is_grad_enabled() and not self._gathered:
+        """Gather the parameters that are not whole; the first forward of a flush begins the flush."""
+        if not torch.is_grad_enabled():
             self.backend.gather()
-            self._gathered = True
-        elif torch.is_grad_enabled() and not self._in_flush:
+        elif not self._in_flush:
             self._show()
             self._in_flush = True
             expected = None if self._per_token else 1.0 / self.plan.batch.num_microbatches
             self._factor = self.train_steps.begin_flush(expected)
-            self._gathered = True
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with which a backward starts, multiplied by the loss scale and by the divisor of the reduction over
-        ranks."""
+        ranks. (Megatron reads the scale of side losses by a number without a gradient.)"""
+        self._unfinished |= loss.requires_grad
         return self.backend.grad_scale_func(loss) * self._factor
 
     def finalize(self, models: Any = None, num_tokens: torch.Tensor | float | None = None, **unused: Any) -> None:
@@ -105,9 +105,10 @@ class LoopStep:
         self._in_flush = False
         self.backend.finalize_model_grads_func(self.chunks)
         if num_tokens is None:
-            num_tokens = float(self._flushes == 0 and self.groups.pp.rank() == 0)
+            is_first = self.train_steps.opened is None or not self.train_steps.opened.tally.weights
+            num_tokens = float(is_first and self.groups.pp.rank() == 0)
         self.train_steps.end_flush(num_tokens)
-        self._flushes += 1
+        self._unfinished = False
 
     # --- Megatron's own finalize_model_grads ---
 
@@ -119,17 +120,21 @@ class LoopStep:
         if self._per_token and self.plan.layout.placement == "v":
             raise ConfigError(_V_AND_THEIRS.format(self.plan.layout.schedule)).printed_once()
         self.finalize(num_tokens=0.0 if self._per_token else None)
-        for chunk in self.chunks:
-            for param in chunk.parameters():
-                for name in ("grad", "main_grad"):
-                    if getattr(param, name, None) is not None:
-                        self._hidden.append((param, name, getattr(param, name)))
-                        setattr(param, name, None)
+        params = [param for chunk in self.chunks for param in chunk.parameters()]
+        held = [(param, name, getattr(param, name, None)) for param in params for name in ("grad", "main_grad")]
+        self._hidden = [(param, name, grad) for param, name, grad in held if grad is not None]
+        for param, name, _ in self._hidden:
+            setattr(param, name, None)
 
     def note_scaling(self, factor: torch.Tensor | float) -> None:
         """Record `factor`, 1 / N, by which Megatron's finalize_model_grads would multiply the gradient now: the commit
-        does."""
-        self.train_steps.end_flush(float(round(1.0 / float(factor))) if dist.get_rank() == 0 else 0.0)
+        does. Raises ConfigError if losses are means, which the commit divides by the ranks alone."""
+        if not self._per_token:
+            raise ConfigError(_MEANS).printed_once()
+        total = 1.0 / float(factor)
+        whole = float(round(total))  # a quotient in FP32, as Megatron makes it of whole tokens, is not exact
+        total = whole if math.isclose(total, whole, rel_tol=1e-6) else total
+        self.train_steps.end_flush(total if dist.get_rank() == 0 else 0.0)
 
     def _show(self) -> None:
         """Restore the gradients that were hidden."""
@@ -142,16 +147,20 @@ class LoopStep:
     def abandon(self) -> None:
         """Drop the gradients of a step that was begun but not taken."""
         self._show()
-        self._in_flush, self._flushes = False, 0
+        self._in_flush = self._unfinished = False
         self.train_steps.abandon()
+
+    def problem(self) -> StepError | None:
+        """Why no flush can begin and no step be taken after an error of the user's own code, which the loop caught."""
+        text = PARTIAL_UPDATE if self.train_steps.amid else _UNFINISHED.format(self.transaction.step + 1)
+        return StepError(text) if self.train_steps.amid or self._unfinished else None
 
     def step(self) -> tuple[bool, float]:
         """Take the step. Returns (whether all ranks have updated, gradient norm before clipping), the same on every
         rank."""
         self._show()
-        self._in_flush, self._flushes = False, 0
-        result = self.train_steps.optim_step()
-        self._gathered = False
+        problem, self._in_flush, self._unfinished = self.problem(), False, False
+        result = self.train_steps.optim_step(problem=problem)
         if result.note and dist.get_rank() == 0:
             print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}", flush=True)
         return not result.skipped, result.grad_norm
@@ -159,16 +168,19 @@ class LoopStep:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which parameters are whole; no flush may be open."""
-        self._gathered = False
         with self.backend.whole():
             yield
 
     def adopt(self) -> None:
         """Make the weights those that were written into the backend's state."""
-        self._gathered = False
         self.backend.adopt_state(self.transaction.num_updates)
 
 
+_MEANS = "scale_gradients: losses are means, divided by the ranks alone: set calculate_per_token_loss before wrap"
+_UNFINISHED = (
+    "step {}: a flush has begun its backwards but not ended, so its gradients are part of a sum: drop them by"
+    " optimizer.zero_grad() (without Megatron's schedules, finish_grad_sync() ends a flush)"
+)
 _V_AND_THEIRS = (
     "Megatron's finalize_model_grads takes the tokens of the last pipeline rank, but with schedule {} the last stage is"
     " on the first: leave config.finalize_model_grads_func as wrap() has set it"
@@ -186,10 +198,9 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         MegatronModule.__init__(self, config=module.config)
         self.module = module
         self.ddp_config = DistributedDataParallelConfig()
-        self.buffers: list[Any] = []
-        self.expert_parallel_buffers: list[Any] = []
-        self.bucket_groups: list[Any] = []
-        self.expert_parallel_bucket_groups: list[Any] = []
+        for name in ("bucket_groups", "buffers"):
+            setattr(self, name, [])
+            setattr(self, f"expert_parallel_{name}", [])
         self.params_with_grad: list[torch.nn.Parameter] = []
         self.force_all_reduce = self.use_forward_hook = self.overlap_param_gather_with_optimizer_step = False
         self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
@@ -203,7 +214,10 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         return pytorch.without_base(self.module(*inputs, **kwargs))
 
     def set_is_first_microbatch(self) -> None:
-        """Forward the call to Transformer Engine's modules, if the chunk is one of Megatron's."""
+        """Forward the call to Transformer Engine's modules, if the chunk is one of Megatron's. Schedules make it as a
+        flush begins. Raises StepError if an error has left gradients of a flush that did not end."""
+        if self._number == 0 and torch.is_grad_enabled() and (problem := self._step.problem()) is not None:
+            raise problem
         if isinstance(self.module, MegatronModule):
             self.module.set_is_first_microbatch()
 
@@ -323,12 +337,13 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
     ) -> dict[str, Any]:
         """Masters and moments for torch_dist, by their names in the whole model, and the counters; they load at another
-        dp and pp."""
-        return loop_checkpoint.sharded_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
+        dp and pp. Raises StepError, unless `is_loading`, if an update failed midway."""
+        return self._with_counters(loop_checkpoint.sharded_state(self._step.backend, self._step.groups), is_loading)
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """This rank's masters and moments in host memory, and the counters; they load at the same layout only."""
-        return loop_checkpoint.local_state(self._step.backend, self._step.groups) | {"counters": self._counters()}
+        """This rank's masters and moments in host memory, and the counters; they load at the same layout only. Raises
+        StepError, unless `is_loading`, if an update failed midway."""
+        return self._with_counters(loop_checkpoint.local_state(self._step.backend, self._step.groups), is_loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `sharded_state_dict` or `state_dict` returned."""
@@ -339,15 +354,14 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         )
         self._step.train_steps.recovery.load_state_dict(counters["train_step"])
         self._step.adopt()
+        self._step.train_steps.settle()
 
-    def _counters(self) -> dict[str, Any]:
-        of = self._step.transaction
-        return {
-            "step": of.step,
-            "consumed_samples": of.consumed_samples,
-            "transaction": of.state_dict(),
-            "train_step": self._step.train_steps.recovery.state_dict(),
-        }
+    def _with_counters(self, state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        if not is_loading:
+            self._step.train_steps.refuse_partial_update()
+        of, recovery = self._step.transaction, self._step.train_steps.recovery
+        counters = {"step": of.step, "consumed_samples": of.consumed_samples, "transaction": of.state_dict()}
+        return state | {"counters": counters | {"train_step": recovery.state_dict()}}
 
     def part_of_step(self, *unused: Any) -> Any:
         """Refuse what of a step `step` alone does: a loop that calls parts would take two."""
@@ -394,18 +408,20 @@ def wrap(
     Raises:
         ConfigError: on every rank, if chunks, groups and the plan do not match, or the plan asks for something that
             such a loop cannot have.
+        RankDisagreement: on every rank, if the chunks' `calculate_per_token_loss` differs.
     """
     start_together(plan)
     built = groups_of(plan, groups)
     bare: list[torch.nn.Module] = unwrap_model(list(chunks))
-    config = getattr(bare[0], "config", None)
-    per_token = getattr(config, "calculate_per_token_loss", plan.batch.loss_norm == "token")
+    key, by_tokens = "calculate_per_token_loss", plan.batch.loss_norm == "token"
+    per_token = [getattr(getattr(chunk, "config", None), key, by_tokens) for chunk in bare]
+    assert_same_on_ranks(f"{key} in the chunks' config", " and ".join(map(str, dict.fromkeys(per_token))))
     raise_on_all_ranks(_check, plan, bare)
     chunk_config.prepare_together(plan, built, bare)
     by_pattern.freeze(plan, bare)
     _broadcast(built, bare)
     inner = optimizer_of(plan, bare, optimizer)
-    step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token)
+    step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token[0])
     step.fill_hooks()
     for chunk in bare:
         if hasattr(chunk, "sharded_state_dict"):
@@ -443,8 +459,7 @@ def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
     """Broadcast weights and buffers of the first data-parallel rank."""
     for chunk in chunks:
         for tensor in (*chunk.parameters(), *chunk.buffers()):
-            group = names.dp_group(tensor, groups)
-            dist.broadcast(tensor.data, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(tensor.data, group=names.dp_group(tensor, groups), group_src=0)
 
 
 def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:

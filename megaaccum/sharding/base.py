@@ -135,7 +135,8 @@ class ShardingBackend(ABC):
         """After each flush: nothing of it is under way any more but the reduction, if it was the step's last."""
 
     def grad_scale_func(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and nowhere else."""
+        """`loss * loss_scale`. The schedules call it where a backward starts, in the last stage, and with ones for the
+        scale of side losses, on every stage that has them."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     # --- a backward in two parts: an input gradient (I) and its weight gradients (W), perhaps many actions apart ---

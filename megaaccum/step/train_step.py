@@ -45,6 +45,8 @@ from megaaccum.step.side_losses import SideLosses
 from megaaccum.step.transaction import Transaction
 from megaaccum.upstream import pytorch
 
+PARTIAL_UPDATE = "a change of the weights failed midway, so they are of no step: start from a checkpoint"
+
 
 class TrainStep:
     """Takes steps of one model over one sharding backend. Every method is collective over the world.
@@ -444,7 +446,7 @@ class TrainStep:
     def refuse_partial_update(self) -> None:
         """Raise StepError if weights, moments or counters may be those of no step."""
         if self.amid == "weights":
-            raise StepError("a change of the weights failed midway, so they are of no step: start from a checkpoint")
+            raise StepError(PARTIAL_UPDATE)
 
     def abandon(self) -> None:
         """Drop the gradients of the open step, if there is one, and go back to the random states of before it. Ends a

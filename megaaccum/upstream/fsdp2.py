@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megaaccum.errors import FlushError
+from megaaccum.platform.replacing import replaced
 from megaaccum.upstream import pytorch
 from megaaccum.upstream.adam import own_tensor
 from megaaccum.upstream.lookup import missing
@@ -179,10 +180,8 @@ class UnitTurns:
             unit._post_forward_indices.pop()
 
     def _came(self, unit: Any, *_: Any) -> None:
-        does = unit.reduce_grads, unit.reshard_after_backward
-        unit.reduce_grads = unit.reshard_after_backward = False
-        self._post_backward[id(unit)]()  # adds its gradients to those before
-        unit.reduce_grads, unit.reshard_after_backward = does
+        with replaced(unit, reduce_grads=False, reshard_after_backward=False):
+            self._post_backward[id(unit)]()  # adds its gradients to those before
         for first in list(self._left) if self.at_end is False else ():
             # A layer that runs twice has another backward to come.
             if first._training_state.name != "POST_BACKWARD" or first._post_forward_indices:

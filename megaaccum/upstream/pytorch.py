@@ -363,6 +363,4 @@ def _flat(tensors: Any) -> list[torch.Tensor]:
     """The tensors in a tensor, or in a sequence of sequences of them."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
-        return [tensors[0]]
     return [one for each in tensors for one in _flat(each)]

@@ -185,9 +185,7 @@ class Zero3(ZeroDriver):
         stage3.reduce_scatter_coalesced = reduce_scatter
         self._own = {id(param): _own_part(param) for param in self.params}
         accumulators = getattr(self.optimizer, _ACCUMULATORS)
-        self._accumulators: dict[int, torch.Tensor] = {
-            id(param): accumulators[partitioned(param).ds_id] for param in self.params
-        }
+        self._accumulators: dict[int, torch.Tensor] = {id(p): accumulators[partitioned(p).ds_id] for p in self.params}
         self._on_device = [] if self._offloads else list(self._padded_shards())
         self._coming = start_gather([])
 
@@ -259,8 +257,7 @@ class Zero3(ZeroDriver):
         super().finish_reduction()
         for *_, padding in self._on_device or self._padded_shards():
             # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
-            if padding.numel():
-                padding.zero_()
+            padding.zero_()
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""

@@ -52,16 +52,14 @@ class Gather:
 
 
 def partitioned(param: torch.nn.Parameter) -> Any:
-    """`param` with what zero.Init gave it: ds_id, ds_numel, ds_shape, ds_status, ds_tensor (this rank's part),
-    ds_process_group, and the method partition_numel()."""
+    """`param` with what zero.Init gave it: ds_id, ds_numel, ds_shape, ds_status (an enumeration's), ds_tensor
+    (this rank's part), ds_process_group, and the method partition_numel()."""
     return param
 
 
 def start_gather(params: list[torch.nn.Parameter]) -> Gather:
     """Begin to make `params` whole, of which none is: by one all-gather for each group and precision, and for
     MOST_GATHERED elements."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     together: defaultdict[object, list[torch.nn.Parameter]] = defaultdict(list)
     elements: Counter[object] = Counter()
     for param in params:
@@ -69,7 +67,7 @@ def start_gather(params: list[torch.nn.Parameter]) -> Gather:
         if marks.ds_process_group.size() == 1:
             _make_whole(param, marks.ds_tensor)
             continue
-        marks.ds_status = ZeroParamStatus.INFLIGHT
+        marks.ds_status = type(marks.ds_status).INFLIGHT
         kind = marks.ds_process_group, marks.ds_tensor.dtype
         if marks.ds_numel >= MOST_GATHERED:  # alone: its rows are the parameter, without a copy
             together[kind, -1 - marks.ds_id].append(param)
@@ -95,20 +93,16 @@ def reduce_scatter(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> lis
 
 def _make_whole(param: torch.nn.Parameter, rows: torch.Tensor) -> None:
     """Give a parameter its elements, of all ranks in a row; what pads the last rank's part is left out."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     marks = partitioned(param)
     param.data = rows.view(-1)[: marks.ds_numel].view(marks.ds_shape)
-    marks.ds_status = ZeroParamStatus.AVAILABLE
+    marks.ds_status = type(marks.ds_status).AVAILABLE
 
 
 def release(params: list[torch.nn.Parameter]) -> None:
     """Free the elements of `params` but this rank's partitions. DeepSpeed's own makes a dozen texts of each parameter
     for a log that is off: 40 us a step and parameter."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     for param in params:
         if param.is_cuda:
             param.data.record_stream(torch.cuda.current_stream())  # it may have been gathered on another
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-        partitioned(param).ds_status = ZeroParamStatus.NOT_AVAILABLE
+        partitioned(param).ds_status = type(partitioned(param).ds_status).NOT_AVAILABLE

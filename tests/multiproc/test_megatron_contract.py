@@ -150,6 +150,144 @@ def test_gradients_that_are_not_dropped_are_seen(measured):
     assert abs(kept[0][1] / measured["theirs"][0][3] - 1) > 100 * ROUNDING
 
 
+# --- N of a loop by hand ---------------------------------------------------------------------------------------------
+
+
+def norm_over(total: float, *, ours: bool) -> float:
+    """The gradient's norm of a loop by hand that weighs its tokens."""
+    from megaaccum.platform import cpu
+
+    with nullcontext() if ours else cpu.cuda_type_names():
+        loop = ByHand(CELLS["ddp"], ours=ours)
+        loop.tokens = total
+        return loop.step()[1]
+
+
+@pytest.mark.parametrize("total", [12.5, 0.75, 2.0**25 + 1])
+def test_the_weights_of_a_loop_by_hand_need_not_be_whole(total):
+    theirs, *_ = run_ranks(norm_over, 2, total, ours=False, timeout=60)
+    assert run_ranks(norm_over, 2, total, ours=True, timeout=60) == pytest.approx([theirs] * 2, rel=ROUNDING)
+
+
+def scaled_means() -> str:
+    from megaaccum.errors import ConfigError
+
+    loop = ByHand(CELLS["ddp"], ours=True)
+    loop.chunk._step._per_token = False
+    try:
+        loop.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_factor_on_means_is_refused():
+    assert all("calculate_per_token_loss" in text for text in run_ranks(scaled_means, 2, timeout=60))
+
+
+def sums_of_the_last_stage() -> str:
+    from megaaccum.errors import RankDisagreement
+    from tests.multiproc.test_engine_inputs import chunk_of
+    from tests.multiproc.test_engine_states import BATCH
+
+    stage = torch.distributed.get_rank()
+    try:
+        wrapped_chunk(chunk_of(stage), BATCH, dict(layout=dict(pp=2)), torch.optim.AdamW, per_token=stage == 1)
+    except RankDisagreement as error:
+        return str(error)
+    return ""
+
+
+def test_stages_that_differ_in_what_a_loss_is_are_refused():
+    texts = run_ranks(sums_of_the_last_stage, 2, timeout=60)
+    assert all("calculate_per_token_loss in the chunks' config" in text for text in texts), texts
+
+
+# --- errors that the loop catches ------------------------------------------------------------------------------------
+
+
+def after_errors(mode: str) -> dict[str, Any]:
+    """Texts and steps after an error in a flush's last backward, and after one in an optimizer's update."""
+    from tests.multiproc import test_engine_states as states
+    from tests.multiproc.test_engine_inputs import batches, chunk_of, forward_step, said
+
+    armed: list[str] = []
+
+    def breaks(at: str) -> None:
+        if at in armed:
+            raise ArithmeticError(at)
+
+    def made_of(params):
+        inner = torch.optim.AdamW(params, lr=0.01)
+        inner.register_step_post_hook(lambda *_: breaks("update"))
+        return inner
+
+    def forward(data_iterator, chunk):
+        output, loss_func = forward_step(data_iterator, chunk)
+        output.register_hook(lambda _: breaks("backward") if data_iterator.__length_hint__() == 0 else None)
+        return output, lambda out: (loss_func(out)[0], torch.tensor(4), {})
+
+    def flush(data) -> None:
+        run(
+            forward_step_func=forward, data_iterator=iter(data), model=chunks, num_microbatches=len(data),
+            seq_length=16, micro_batch_size=1,
+        )  # fmt: skip
+
+    def failing(at: str, call) -> None:
+        armed.append(at)
+        with pytest.raises(ArithmeticError):
+            call()
+        armed.clear()
+
+    torch.manual_seed(torch.distributed.get_rank())
+    first, second = batches(), batches()
+    due: list[Any] = []
+    for fails in (False, True):
+        chunks, optimizer, run = wrapped_chunk(chunk_of(0, 1), states.BATCH, states.MODES[mode], made_of)
+        if fails:
+            failing("backward", lambda: flush(first))
+            found = {"flush": said(lambda: flush(second)), "step": said(optimizer.step)}
+            failing("backward", lambda: flush(first))
+            chunks[0].zero_grad_buffer()
+            optimizer.zero_grad()
+        flush(second)
+        due.append(optimizer.step()[:2])
+    found["after it was dropped"] = due[0] == due[1]
+    saved = optimizer.state_dict()
+    flush(second)
+    failing("update", optimizer.step)
+    found |= {name: said(getattr(optimizer, name)) for name in ("state_dict", "sharded_state_dict")}
+    flush_after = said(lambda: flush(first))
+    optimizer.zero_grad()
+    found |= {"flush after update": flush_after, "step after update": said(optimizer.step)}
+    optimizer.load_state_dict(saved)
+    flush(second)
+    return found | {"after a load": optimizer.step()[0]}
+
+
+def wrapped_chunk(chunk: Any, batch: Any, keys: Any, optimizer: Any, *, per_token: bool = True) -> tuple[Any, Any, Any]:
+    from megaaccum.config import Plan
+    from megaaccum.distributed import groups
+    from megaaccum.loop import get_forward_backward_func, wrap
+
+    groups.destroy()
+    plan = Plan.of(batch=batch, hidden_size=8, world_size=2, **keys)
+    chunk.config.calculate_per_token_loss = per_token
+    chunks, inner = wrap([chunk], groups.build(plan.layout, timeout_minutes=1).collection, plan, optimizer=optimizer)
+    return chunks, inner, get_forward_backward_func(plan)
+
+
+@pytest.mark.parametrize("mode", ["zero-2", "zero-3", "zero-3 streaming", "megatron", "fsdp2", "ddp"])
+def test_an_error_that_the_loop_catches_leaves_no_part_of_a_sum(mode):
+    for found in run_ranks(after_errors, 2, mode, timeout=90):
+        assert found.pop("after it was dropped") and found.pop("after a load")
+        unfinished = [found.pop(name) for name in ("flush", "step")]
+        assert all("a flush has begun its backwards but not ended" in text for text in unfinished), unfinished
+        assert len(found) == 4 and all("a change of the weights failed midway" in text for text in found.values()), (
+            found
+        )
+
+
 # --- weights from outside ---------------------------------------------------------------------------------------------
 
 

@@ -30,8 +30,8 @@ def fp8_precision(subject: Subject) -> Iterator[str]:
         return
     if sharding.params_dtype != "bf16":
         yield (
-            f"{name} quantizes BF16 activations and weights, but params_dtype is {sharding.params_dtype}: set bf16 to"
-            " true, or leave fp8_format out."
+            f"{name} quantizes BF16 activations and weights, but params_dtype is {sharding.params_dtype}: set"
+            f" {subject.to_bf16}, or leave fp8_format out."
         )
     if sharding.grad_accum_dtype != "fp32":
         yield (
@@ -91,19 +91,19 @@ def fp8_shapes(subject: Subject) -> Iterator[str]:
     """Every matrix on a rank has sides that are multiples of the FP8 block."""
     if subject.quantization.fp8_format is None or _unsettled(subject):
         return
-    recipe, reported = subject.quantization.fp8_recipe, set()
+    recipe, units, wrong = subject.quantization.fp8_recipe, dict[str, int](), dict[str, tuple[int, int]]()
     block = ALIGNMENT[recipe]
     for name, times, over in _sides(subject):
+        units[name] = math.lcm(units.get(name, 1), block * over // math.gcd(block * over, times))
+        if value(subject, name) * times % (block * over):
+            wrong.setdefault(name, (times, over))
+    for name, (times, over) in wrong.items():
         size = value(subject, name)
-        if size * times % (block * over) == 0 or name in reported:
-            continue
-        reported.add(name)
-        unit = block * over // math.gcd(block * over, times)
         product = f" * {times}" if times > 1 else ""
         yield (
             f"{name} {size}{product}{f' / {over} ranks' if over > 1 else ''} = {size * times / over:g} is a side of a"
             f" matrix, but FP8 products (fp8_recipe {recipe}) need multiples of {block}: set {name} to"
-            f" {either(nearest_multiples(size, unit))}."
+            f" {either(nearest_multiples(size, units[name]))}."
         )
 
 

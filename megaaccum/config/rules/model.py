@@ -149,8 +149,8 @@ def kernels(subject: Subject) -> Iterator[str]:
         )
     if model.cross_entropy_loss_fusion and sharding.params_dtype != "bf16":
         yield (
-            "cross_entropy_loss_fusion rounds the gradient of the logits to BF16 (megatron-core 0.19:"
-            f" fused_cross_entropy), but params_dtype is {sharding.params_dtype}: leave it out, or set bf16 to true."
+            "cross_entropy_loss_fusion rounds the gradient of logits to BF16 (megatron-core 0.19: fused_cross_entropy),"
+            f" but params_dtype is {sharding.params_dtype}: leave it out, or set {subject.to_bf16}."
         )
     if model.apply_rope_fusion and (model.position_embedding_type != "rope" or model.multi_latent_attention):
         yield (

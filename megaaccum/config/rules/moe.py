@@ -43,10 +43,10 @@ def router(subject: Subject) -> Iterator[str]:
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in known:
             yield f"moe_router_load_balancing_type is {kind!r}: it must be one of {', '.join(known)}."
-    if len(kinds if isinstance(kinds, list) else "1") != len(weights if isinstance(weights, list) else "1"):
-        yield (
-            f"moe_router_load_balancing_type {kinds} and moe_aux_loss_coeff {weights}: give one weight for each loss."
-        )
+    losses, given = [len(each) if isinstance(each, list) else None for each in (kinds, weights)]
+    if losses != given or (isinstance(kinds, list) and len(set(kinds)) < len(kinds)):
+        text = f"moe_router_load_balancing_type {kinds} and moe_aux_loss_coeff {weights}"
+        yield f"{text}: give one weight for each loss, each loss once, and lists for both keys or for neither."
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield "moe_router_enable_expert_bias needs moe_router_score_function sigmoid, not softmax: set it to sigmoid."
     softmax_after_topk = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax

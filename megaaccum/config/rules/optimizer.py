@@ -57,8 +57,7 @@ def weight_decay(subject: Subject) -> Iterator[str]:
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         for name in names:
-            value = getattr(optimizer, name)
-            if value != optimizer.weight_decay:
+            if (value := getattr(optimizer, name)) != optimizer.weight_decay:
                 yield (
                     f"{name} {value} contradicts weight_decay {optimizer.weight_decay} with weight_decay_incr_style"
                     f" constant: leave {name} out, or set weight_decay_incr_style to linear or cosine."
@@ -76,8 +75,7 @@ def fp32_states(subject: Subject) -> Iterator[str]:
     """Updates of matrices stand where gradients were, in FP32, and so do the states of all optimizers but AdamW."""
     optimizer, sharding = subject.optimizer.optimizer, subject.sharding
     for name in ("grad_accum_dtype", "optimizer_dtype") if optimizer != "adam" else ():
-        if getattr(sharding, name) != "fp32":
-            given = getattr(sharding, name)
+        if (given := getattr(sharding, name)) != "fp32":
             yield f"{name} {given}: optimizer {optimizer} keeps its states and updates in FP32: set it to fp32."
 
 
@@ -103,7 +101,7 @@ def matrices(subject: Subject) -> Iterator[str]:
             f" {'moves: set weight_decay_incr_style to constant' if moves else 'is 0: set weight_decay above 0'}."
         )
     groups = subject.model.num_query_groups
-    if optimizer.muon_split_qkv and groups is not None and groups % tp:
+    if optimizer.muon_split_qkv and groups is not None and groups % max(tp, 1):
         yield (
             f"optimizer {optimizer.optimizer}: tensor_model_parallel_size {tp} cuts through num_query_groups {groups},"
             " so that ranks have parts of keys and values: set it to a divisor, or muon_split_qkv to false."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaaccum.config.rules.subject import Subject
+from megaaccum.config.rules.subject import Subject, them
 from megaaccum.config.stage_layout import layout_problems, parse_layout
 from megaaccum.errors import ScheduleError, either, indivisible, nearest_multiples
 from megaaccum.schedule.registry import by_executor, entry
@@ -16,11 +16,11 @@ def schedule(subject: Subject) -> Iterator[str]:
     """The schedule fits the number of stages."""
     parallel = subject.parallel
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    name = subject.schedule
+    name, chunks = subject.schedule, _key_of_chunks(subject)
     if vpp is not None and pp == 1:
         yield (
-            f"virtual_pipeline_model_parallel_size {vpp} needs pipeline_model_parallel_size above 1: set it to 2 or"
-            " more, or leave virtual_pipeline_model_parallel_size out."
+            f"virtual_pipeline_model_parallel_size {vpp} needs pipeline_model_parallel_size above 1: set"
+            f" pipeline_model_parallel_size to 2 or more, or leave {chunks} out."
         )
     elif name == "none" and pp > 1:
         yield f"schedule none needs pipeline_model_parallel_size 1, not {pp}: leave schedule out."
@@ -31,13 +31,19 @@ def schedule(subject: Subject) -> Iterator[str]:
     elif name == "1f1b" and vpp is not None:
         yield (
             f"schedule 1f1b has one model chunk per rank, but virtual_pipeline_model_parallel_size is {vpp}: set"
-            " schedule to interleaved, or leave virtual_pipeline_model_parallel_size out."
+            f" schedule to interleaved, or leave {chunks} out."
         )
     elif by_executor(name):
-        yield from _own_schedule(name, vpp or 1)
+        yield from _own_schedule(name, vpp or 1, chunks)
 
 
-def _own_schedule(name: str, vpp: int) -> Iterator[str]:
+def _key_of_chunks(subject: Subject) -> str:
+    """The key that gave the number of model chunks per rank."""
+    keys = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", _UNEVEN[2])
+    return next(iter(subject.given(*keys)), keys[0])
+
+
+def _own_schedule(name: str, vpp: int, chunks: str) -> Iterator[str]:
     """A schedule of megaaccum's executor is known and has the requested number of chunks."""
     try:
         known = entry(name)
@@ -47,8 +53,7 @@ def _own_schedule(name: str, vpp: int) -> Iterator[str]:
     if known.chunks != vpp:
         yield (
             f"schedule {name} has {known.chunks} model chunk{'s' * (known.chunks != 1)} per rank, but"
-            f" virtual_pipeline_model_parallel_size is {vpp}: leave virtual_pipeline_model_parallel_size out, or set"
-            " schedule to interleaved."
+            f" virtual_pipeline_model_parallel_size is {vpp}: leave {chunks} out, or set schedule to interleaved."
         )
 
 
@@ -69,9 +74,8 @@ def own_executor(subject: Subject) -> Iterator[str]:
     name, backend = subject.schedule, subject.sharding.backend
     fp8 = subject.quantization.fp8_format
     layers = "transformer_impl transformer_engine" if fp8 is None else f"fp8_format {fp8}"
-    if fp8 is None and subject.model.transformer_impl != "transformer_engine":
-        return
-    if by_executor(name) and backend != "deepspeed":
+    is_te = fp8 is not None or subject.model.transformer_impl == "transformer_engine"
+    if is_te and by_executor(name) and backend != "deepspeed":
         yield (
             f"schedule {name} with {layers} needs backend deepspeed, but backend is {backend}: set backend to"
             " deepspeed, or schedule to 1f1b or interleaved."
@@ -97,7 +101,7 @@ def expert_overlap(subject: Subject) -> Iterator[str]:
             f" dualpipev or interleaved, {off}."
         )
     if not (subject.sharding.bf16 or subject.sharding.fp16):
-        yield f"{key} needs 16-bit parameters, as Megatron-core refuses it elsewhere: set bf16 to true, {off}."
+        yield f"{key} needs 16-bit parameters, as Megatron-core refuses it elsewhere: set {subject.to_bf16}, {off}."
     if subject.sharding.sync == "streaming":
         yield f"{key} runs layers in pieces, around which sync streaming cannot gather: set sync to resident, {off}."
     if subject.sharding.backend == "fsdp2":
@@ -166,7 +170,8 @@ def uneven_ends(subject: Subject) -> Iterator[str]:
         yield from indivisible(name, value, {"virtual_pipeline_model_parallel_size": vpp}, change="value")
     middle, stages = layers - sum(ends.values()), pp - len(ends)
     if stages < 0 or (stages == 0) != (middle == 0) or middle < 0:
-        yield f"num_layers {layers} less {named} leaves {middle} layers for {stages} stages between."
+        between = f"leaves {middle} layers for {stages} stages between"
+        yield f"num_layers {layers} less {named} {between}: leave {them([*ends])} out, or change num_layers."
     elif stages and middle % (stages * vpp):
         unit = f"{stages} stages" + (f" of {vpp} chunks" if vpp > 1 else "")
         yield (

@@ -41,7 +41,7 @@ def low_precision_sums(subject: Subject) -> Iterator[str]:
     if sharding.grad_accum_dtype == "bf16" and not sharding.bf16:
         yield (
             f"grad_accum_dtype bf16 would round gradients of {sharding.params_dtype} parameters while adding them: set"
-            " grad_accum_dtype to fp32, or bf16 to true."
+            f" grad_accum_dtype to fp32, or {subject.to_bf16}."
         )
 
 
@@ -52,7 +52,7 @@ def low_precision_optimizer(subject: Subject) -> Iterator[str]:
         return
     name, instead = "optimizer_dtype bf16", "or optimizer_dtype to fp32"
     if not sharding.bf16:
-        yield f"{name} with {sharding.params_dtype} parameters: set bf16 to true, {instead}."
+        yield f"{name} with {sharding.params_dtype} parameters: set {subject.to_bf16}, {instead}."
     if sharding.backend not in ("deepspeed", "fsdp2"):
         yield f"{name} needs backend deepspeed or fsdp2, not {sharding.backend}: set backend, {instead}."
     elif sharding.backend == "deepspeed" and sharding.zero_stage != 3:

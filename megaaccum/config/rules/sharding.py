@@ -42,11 +42,8 @@ def deterministic(subject: Subject) -> Iterator[str]:
     sharding = subject.sharding
     if not sharding.deterministic or sharding.backend != "deepspeed" or sharding.zero_stage == 3:
         return
-    for name, value, plain in (
-        ("offload_optimizer", sharding.offload_optimizer, "none"),
-        ("grad_reduce_dtype", sharding.grad_reduce_dtype, sharding.grad_accum_dtype),
-    ):
-        if value != plain and sharding.reproducible == "none":
+    for name, plain in {"offload_optimizer": "none", "grad_reduce_dtype": sharding.grad_accum_dtype}.items():
+        if (value := getattr(sharding, name)) != plain and sharding.reproducible == "none":
             yield (
                 f"deterministic with {name} {value} needs zero_stage 3, but zero_stage is {sharding.zero_stage}: set"
                 f" {name} to {plain}, or zero_stage to 3."
@@ -168,7 +165,7 @@ def blocks(subject: Subject) -> Iterator[str]:
         ("context", "context_parallel_size", sequences, of_sequences),
     ):
         key, ranks = f"reproducible_{axis}_blocks", getattr(parallel, size)
-        if sharding.reproducible != "layout" or count == 1 == ranks:
+        if sharding.reproducible != "layout" or ranks < 1 or count == 1 == ranks:
             continue
         if count % ranks or count & (count - 1):
             yield (

@@ -49,11 +49,10 @@ def exact_without_microbatches(subject: Subject) -> Iterator[str]:
     step, model = subject.step, subject.model
     names = [f"nonfinite {step.nonfinite}"] if step.nonfinite == "drop_microbatch" else []
     names += ["short_batch pad"] if step.short_batch == "pad" else []
-    counting = {
-        "moe_router_load_balancing_type global_aux_loss": "global_aux_loss" in model.moe_router_load_balancing_type
-    }
-    counting["moe_router_enable_expert_bias true"] = model.moe_router_enable_expert_bias
-    for key in [key for key, counts in counting.items() if counts and names and model.num_experts]:
+    is_global = "global_aux_loss" in model.moe_router_load_balancing_type
+    counting = ["moe_router_load_balancing_type global_aux_loss"] * is_global
+    counting += ["moe_router_enable_expert_bias true"] * model.moe_router_enable_expert_bias
+    for key in counting if names and model.num_experts else ():
         yield (
             f"{' and '.join(names)} with {key}: tokens of weight zero would count in its statistics. Set nonfinite to"
             " skip and short_batch to error, or balance by moe_router_load_balancing_type aux_loss."

@@ -33,6 +33,13 @@ class Subject(Config):
         assert self.parallel.schedule is not None
         return self.parallel.schedule
 
+    @property
+    def to_bf16(self) -> str:
+        """The change of the written keys that makes parameters BF16, for a message."""
+        if self.written.sharding.params_dtype is not None:
+            return "params_dtype to bf16"
+        return "bf16 instead of fp16 to true" if self.sharding.fp16 else "bf16 to true"
+
     def given(self, *names: str) -> list[str]:
         """The keys among `names` that the user wrote."""
         return [name for name in names if is_given(self.written, name)]

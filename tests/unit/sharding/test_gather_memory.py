@@ -59,13 +59,15 @@ class Group:
 
 def most_held(monkeypatch: pytest.MonkeyPatch, most_gathered: int) -> int:
     """The most elements at one time while a stage becomes whole, the ranks' parts aside."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
     group = Group()
     params = []
     for number, size in enumerate(SIZES):
         param = torch.nn.Parameter(torch.empty(0))
         marks = dict(ds_id=number, ds_numel=size, ds_shape=torch.Size([size]), ds_process_group=group)
         part = torch.full((math.ceil(size / RANKS),), float(number))
-        for name, value in (marks | {"ds_tensor": part, "ds_status": None}).items():
+        for name, value in (marks | {"ds_tensor": part, "ds_status": ZeroParamStatus.NOT_AVAILABLE}).items():
             setattr(param, name, value)
         params.append(param)
 

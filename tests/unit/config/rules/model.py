@@ -117,7 +117,7 @@ BROKEN: list[Case] = [
         "kernels",
         1,
         dict(cross_entropy_loss_fusion=True),
-        ["rounds the gradient of the logits to BF16", "params_dtype is fp32", "leave it out"],
+        ["rounds the gradient of logits to BF16", "params_dtype is fp32", "leave it out"],
     ),
     ("kernels", 1, dict(apply_rope_fusion=True), ["no rope", "leave it out"]),
     (
@@ -148,6 +148,13 @@ BROKEN: list[Case] = [
         "router", 1,
         EXPERTS | dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=0.1),
         ["give one weight for each loss"],
+    ),
+    ("router", 1, EXPERTS | dict(moe_aux_loss_coeff=[0.1]), ["moe_aux_loss_coeff [0.1]", "or for neither"]),
+    (
+        "router",
+        1,
+        EXPERTS | dict(moe_router_load_balancing_type=["aux_loss", "aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]),
+        ["each loss once"],
     ),
     ("router", 1, EXPERTS | dict(moe_router_enable_expert_bias=True), ["sigmoid"]),
     ("router", 1, EXPERTS | dict(moe_router_topk=1), ["moe_router_topk 1", "moe_router_pre_softmax to true"]),

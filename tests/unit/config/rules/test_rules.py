@@ -103,3 +103,18 @@ def test_a_missing_size_is_told_once_and_breaks_nothing_else() -> None:
 def test_interleaved_needs_whole_groups_in_a_flush() -> None:
     with pytest.raises(ConfigError, match="18 micro-batches in a flush leave a last group of 18 % "):
         plan(4, pp_microbatches=18, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(tensor_model_parallel_size=0, reproducible="layout"),
+        dict(tensor_model_parallel_size=0, optimizer="muon"),
+        dict(tensor_model_parallel_size=0, optimizer="soap"),
+        dict(micro_batch_size=0, total_batch_size=64, global_batch_size=None),
+        dict(pp_microbatches=0, total_batch_size=64, global_batch_size=None),
+    ],
+)
+def test_a_size_of_zero_is_a_text_and_no_division(keys: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="is 0: it must be at least 1"):
+        resolve(make(**keys), world_size=2)
