@@ -198,9 +198,10 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
         MegatronModule.__init__(self, config=module.config)
         self.module = module
         self.ddp_config = DistributedDataParallelConfig()
-        for name in ("bucket_groups", "buffers"):
-            setattr(self, name, [])
-            setattr(self, f"expert_parallel_{name}", [])
+        self.buffers: list[Any] = []
+        self.expert_parallel_buffers: list[Any] = []
+        self.bucket_groups: list[Any] = []
+        self.expert_parallel_bucket_groups: list[Any] = []
         self.params_with_grad: list[torch.nn.Parameter] = []
         self.force_all_reduce = self.use_forward_hook = self.overlap_param_gather_with_optimizer_step = False
         self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
