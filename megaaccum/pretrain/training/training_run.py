@@ -212,8 +212,8 @@ def watchdog_of(engine: Engine) -> Watchdog:
 
 def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) -> None:
     """Record the outcome of a step on `batch`."""
-    named = ("step", "loss", "lr", "grad_norm", "num_tokens", "skipped")
-    record: dict[str, Any] = {name: getattr(result, name) for name in named}
+    named = ("loss", "lr", "grad_norm", "num_tokens", "skipped")
+    record: dict[str, Any] = {"step": result.step} | result.reports | {name: getattr(result, name) for name in named}
     record |= {"consumed_samples": engine.consumed_samples, "global_batch_size": batch.global_batch_size}
     record |= by_phase(result.seconds) | bytes_by_collective(result.traffic) | bytes_by_kind(result.memory)
     if result.expert_loads is not None:

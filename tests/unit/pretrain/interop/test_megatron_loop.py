@@ -196,6 +196,7 @@ def test_the_optimizer_is_configured_as_megatrons(text, facts):
         ("--fp16 --loss-scale 512 --hysteresis 4", "--hysteresis 4: no effect beside --loss-scale"),
         ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer: masters, moments"),
         ("--overlap-grad-reduce", "--overlap-grad-reduce: backend and sync decide"),
+        ("--rampup-batch-size 4 4 16", "--rampup-batch-size 4 4 16: megatron-core 0.19 reads it and trains at"),
     ],
 )
 def test_what_acts_otherwise_is_noted(text, note):
