@@ -30,7 +30,7 @@ from megaaccum.distributed import groups as process_groups
 from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
-from megaaccum.errors import ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
+from megaaccum.errors import CheckpointError, ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
 from megaaccum.model import names, router_state
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.observe.observer import Observer
@@ -111,13 +111,15 @@ class Engine:
     | `whole_weights` | streams the weights | streams those of before it, and leaves it open | streams, or StepError * |
     | `load_weights` | replaces the weights | drops its gradients, then replaces | StepError |
 
-    * StepError if an update or `load_weights` failed midway: the weights are those of no step until a `load`. After any
-    other failure they, the counters and random states are those of before the step.
+    * StepError if an update, `load_weights` or `load` failed midway: the weights are those of no step until a `load`.
+    After any other failure they, the counters and random states are those of before the step. An engine that only a
+    `load` failed refuses all other methods until a `load` succeeds, and then continues.
 
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
     does one of these from the user's own code in a step's forwards, backwards or update: the engine has failed, and its
-    methods name the error. One of these in `forward` or `evaluate` changes nothing.
+    methods name the error. One of these in `forward` or `evaluate`, and any error in the block of a `trial`, changes
+    nothing.
     """
 
     def __init__(
@@ -133,6 +135,9 @@ class Engine:
         self.groups, self.chunks, reducer = groups, chunks, ReportReducer(reports)
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
+        for name, buffer in names.named_buffers(chunks):
+            if buffer.dtype.itemsize == 2 and name.endswith(".expert_bias"):
+                buffer.data = buffer.data.float()  # Megatron's Float16Module casts it, and its forward casts it back
         self._dtypes = {name: param.dtype for name, param in names.named_parameters(chunks)}
         self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""
@@ -329,9 +334,9 @@ class Engine:
             batch: how they are cut; default `engine.batch`.
             sample_index: the number in the global batch of each, if it is not the planned one.
         """
-        with self._guarded(trains=True):
-            with self.observer.watching():
-                opened, attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
+        with self._guarded(trains=True), self.observer.watching():
+            opened, attempt = self.train_steps.gradient(microbatches, batch=batch, sample_index=sample_index)
+        with self.groups.current(), torch.enable_grad():
             try:
                 yield attempt
             finally:
@@ -347,6 +352,7 @@ class Engine:
                 f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot continue: start"
                 " again from a checkpoint"
             )
+        self.train_steps.refuse_partial_update()
         if trains and not self.trains:
             raise ConfigError(
                 "the model has no trained parameter, so this engine runs forward and evaluate alone: set requires_grad"
@@ -398,7 +404,8 @@ class Engine:
         """Load the current checkpoint of `folder`: weights, optimizer, schedule, counters, random states; without
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
         A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError, or ConfigError if
-        these ranks cannot take its batch warm-up, on every rank, with the engine as it was, without its open step."""
+        these ranks cannot take its batch warm-up, on every rank, with the engine as it was, without its open step; any
+        other error leaves weights of no step. With `no_load_optim` the optimizer and its schedule begin."""
         raise_on_all_ranks(resume.check_kept, self._unkept)
         with self.groups.current():
             self.train_steps.abandon()
@@ -409,10 +416,11 @@ class Engine:
         differences = self.differences(progress) if self.trains else {}
         if self.trains and ("batch" in self.override or not differences["batch"]):  # if not, that is what is refused
             raise_on_all_ranks(self.plan.continued, progress.batch_ramp, progress.consumed_samples)
-        notes = self.load_tensors(checkpoint, differences, only_weights=not self.trains)
-        self.train_steps.settle()
+        only_weights = not self.trains or self.plan.config.run.no_load_optim
+        notes = self.load_tensors(checkpoint, differences, only_weights=only_weights)
         if self.trains:
-            self.resume(progress)
+            self.resume(progress, with_optimizer=not only_weights)
+        self.train_steps.settle()
         for note in notes:
             self.print(note)
         return checkpoint
@@ -421,13 +429,21 @@ class Engine:
         self, checkpoint: Path, differences: Mapping[str, Mapping[str, str]], *, only_weights: bool
     ) -> list[str]:
         """Load weights and buffers and, unless `only_weights`, the optimizer's state, if `override` permits the
-        `differences` of the checkpoint. Returns a note on each. Raises CheckpointError on every rank."""
+        `differences` of the checkpoint. Returns a note on each; the caller resumes and settles the step. Raises
+        CheckpointError on every rank, with nothing changed."""
         notes: list[str] = []
-        save_load.load(
-            checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers,
-            only_weights=only_weights, new_momenta="optimizer" in self.override,
-            check=lambda: notes.extend(resume.check_differences(checkpoint, differences, self.override)),
-        )  # fmt: skip
+        if only_weights:
+            differences = {name: each for name, each in differences.items() if name not in ("lr_schedule", "optimizer")}
+        before, self.train_steps.amid = self.train_steps.amid, "weights"
+        try:
+            save_load.load(
+                checkpoint, self.backend, self.groups, shape=self.shape, buffers=self.buffers,
+                only_weights=only_weights, new_momenta="optimizer" in self.override,
+                check=lambda: notes.extend(resume.check_differences(checkpoint, differences, self.override)),
+            )  # fmt: skip
+        except CheckpointError:
+            self.train_steps.amid = before
+            raise
         return notes
 
     def whole_weights(

@@ -264,7 +264,7 @@ def check_fit(
     groups: Groups,
     *,
     only_weights: bool,
-    new_momenta: bool = False,
+    new_momenta: bool,
 ) -> None:
     """Check that the checkpoint `current` has this rank's parameters with their shapes and, unless only_weights, with
     moments exactly if they are trained here. new_momenta: momenta of matrices that it lacks begin at zero. Raises
@@ -276,13 +276,8 @@ def check_fit(
             wrong.append(f"{current} has no {name}")
         elif (there or (1,)) != (here or (1,)):  # a scalar is a vector of one element
             wrong.append(f"{name} is {as_product(there)} in {current}, but {as_product(here)} in the model")
-        elif not only_weights and (words := _frozen_or_not(stored, state, backend.matrices)):
-            wrong.append(f"{name} is {words[0]} in {current}, but {words[1]} in the model")
-        elif not only_weights and (differs := _differs(stored, state, backend.matrices, new_momenta)):
-            wrong.append(
-                f"{name} has {differs} in {current}, where another optimizer stepped it: set optimizer or"
-                " muon_matrices back (override optimizer leads from adam to muon and soap), or no_load_optim to true"
-            )
+        elif not only_weights and (text := _differs(current, stored, state, backend.matrices, new_momenta)):
+            wrong.append(text)
         elif is_state_space(name) and not stored.has_cut(name, Cut.from_param(state.param, groups)):
             wrong.append(f"{name} of a state-space layer is cut otherwise in {current}: set tp back")
     if wrong:
@@ -295,17 +290,18 @@ def _kinds(state: StatePiece, matrices: MatrixUpdates | None) -> set[str]:
     return {matrices.kind} if matrices is not None and is_matrix else set(state.tensors.keys() - {"param"})
 
 
-def _frozen_or_not(stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None) -> tuple[str, str] | None:
-    """Whether a parameter is trained or frozen in the checkpoint, and here, if these differ."""
-    if stored.stepped_by(state.name):
-        return None if state.param.requires_grad else ("trained", "frozen")
-    return ("frozen", "trained") if _kinds(state, matrices) else None
-
-
-def _differs(stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None, new_momenta: bool) -> str:
-    """The tensors of another optimizer that the checkpoint has of a trained parameter, as words; empty if they are this
-    one's, or if there are none."""
-    own, there = _kinds(state, matrices), stored.stepped_by(state.name)
-    if not there or there == own or (new_momenta and matrices is not None and names.is_matrix(state.param)):
+def _differs(
+    current: Path, stored: StoredPieces, state: StatePiece, matrices: MatrixUpdates | None, new_momenta: bool
+) -> str:
+    """How a parameter's state in a checkpoint differs in kind from the model's; empty if it does not."""
+    name, own, there = state.name, _kinds(state, matrices), stored.stepped_by(state.name)
+    if there and not state.param.requires_grad:
+        return f"{name} is trained in {current}, but frozen in the model"
+    if there == own or (there and new_momenta and matrices is not None and names.is_matrix(state.param)):
         return ""
-    return f"{' and '.join(sorted(there))}, not {' and '.join(sorted(own)) or 'nothing'},"
+    keeps, kept = (" and ".join(sorted(kinds)) for kinds in (own, there))
+    return (
+        f"{name} has {kept or 'no optimizer state'}, not {keeps or 'nothing'}, in {current}, where another optimizer"
+        f" stepped it{'' if there else ', or none did'}: set optimizer, freeze or muon_matrices back (override"
+        " optimizer leads from adam to muon and soap), or no_load_optim to true"
+    )

@@ -128,8 +128,8 @@ def load(
     check: Callable[[], object] = list,
 ) -> Progress:
     """Read a checkpoint into the model, its `buffers` and the optimizer; collective over the world. only_weights: the
-    optimizer's moments and this rank's random states keep their initial values. new_momenta: of AdamW's run, for one of
-    Muon, whose momenta begin at zero, or SOAP. check: of its run, once its shape is the model's.
+    optimizer's state begins, and this rank's random states stay. new_momenta: of AdamW's run, for one of
+    Muon or SOAP, whose state begins. check: of its run, once its shape is the model's.
 
     Raises CheckpointError on every rank, with the model as it was: if the checkpoint is of another model, naming what
     differs; DamagedCheckpoint if a file or a piece is missing or not what was written.
@@ -145,32 +145,31 @@ def load(
     raise_on_all_ranks(pieces.check_fit, current, stored, backend, groups, **fits)
     _check_size(current, stored, backend, groups)
     # Everything is read and checked before the model changes: an error leaves the model as it was.
-    every = list(pieces.held_pieces(backend, groups, only_weights=only_weights))
-    held = [each for each in every if not (new_momenta and _begins(each[0], stored))]
-    overlapping = raise_on_all_ranks(lambda: [stored.overlapping(piece) for piece, _, _ in held])
+    begun: list[tuple[pieces.Piece, torch.Tensor]] = []
+    held: list[tuple[pieces.Piece, torch.Tensor]] = []
+    for piece, tensor, _ in pieces.held_pieces(backend, groups):
+        begins = only_weights or (new_momenta and not stored.has(piece.name, piece.kind))
+        (begun if begins and piece.kind != "param" else held).append((piece, tensor))
+    overlapping = raise_on_all_ranks(lambda: [stored.overlapping(piece) for piece, _ in held])
     states = {} if only_weights else _rng(groups)
     random = {key for key, now in states.items() if key in reader.stored and reader.stored[key].size == now.shape}
     keys = random.union(found.key for each in overlapping for found, _, _ in each)
     keys |= raise_on_all_ranks(_buffer_keys, current, reader, buffers)
     raise_on_all_ranks(reader.check_files, keys)
     read = raise_on_all_ranks(reader.read, keys)
-    for piece, tensor, _ in every if new_momenta else ():
-        if not piece.kind.startswith("soap"):  # which does not begin at zero
-            tensor.zero_()
-    for (piece, tensor, _), each in zip(held, overlapping, strict=True):
+    for piece, tensor in begun:
+        tensor.zero_()
+        if piece.kind.startswith("soap_Q"):  # an eigenbasis begins as the identity
+            tensor.view(piece.shape).fill_diagonal_(1.0)
+    for (piece, tensor), each in zip(held, overlapping, strict=True):
         for found, start, stop in each:
             pieces.copy(read[found.key], found, start, stop, piece, tensor)
     for name, buffer in buffers.items():
         if _BUFFER + name in read:
-            _copy_into(name, buffer, read[_BUFFER + name])
+            buffer.detach().copy_(read[_BUFFER + name])  # in place: Transformer Engine holds views of its histories
     backend.adopt_state(0 if only_weights else progress.num_updates)
     rng.restore({key.rsplit("/", 1)[1]: read[key] for key in random})
     return progress
-
-
-def _begins(piece: pieces.Piece, stored: pieces.StoredPieces) -> bool:
-    """Whether a matrix' state begins: AdamW stepped it in the checkpoint's run."""
-    return piece.kind.startswith(("momentum_buffer", "soap")) and not stored.has(piece.name, piece.kind)
 
 
 def _check_shape(current: Path, there: dict[str, Any], here: dict[str, Any], tp: int) -> None:
@@ -194,10 +193,10 @@ def _check_size(current: Path, stored: pieces.StoredPieces, backend: ShardingBac
     dist.all_reduce(total, group=groups.host)
     if int(total) == stored.numel:
         return
-    names = sorted(stored.names.difference(*gathered({piece.name for piece in mine}, groups.host)))
-    raise CheckpointError(
-        f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}: the model has no {listed(names)}"
-    ).printed_once()
+    sizes = f"{current} has {stored.numel:,} parameters, but the model has {int(total):,}"
+    if names := sorted(stored.names.difference(*gathered({piece.name for piece in mine}, groups.host))):
+        raise CheckpointError(f"{sizes}: the model has no {listed(names)}").printed_once()
+    raise DamagedCheckpoint(f"{sizes} of the same names and shapes: elements are missing or there twice").printed_once()
 
 
 def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> set[str]:
@@ -217,12 +216,6 @@ def _buffer_keys(current: Path, reader: CheckpointReader, buffers: Buffers) -> s
             " true to start afresh"
         )
     return set(shapes)
-
-
-def _copy_into(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
-    if buffer.dtype.itemsize == 2 and name.endswith(".expert_bias"):
-        buffer.data = buffer.data.float()  # as Megatron does in a forward, before which its Float16Module has cast it
-    buffer.detach().copy_(value)  # in place: Transformer Engine holds views of its histories
 
 
 _BUFFER, _RNG = "buffer/", "rng/"

@@ -114,14 +114,12 @@ def _read_metadata(path: Path, sha256: str) -> dict[str, StoredTensor]:
         raise _unreadable(path, error) from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DamagedCheckpoint(f"{path} is damaged: it is not what was written (SHA-256)")
+    metadata = listing(content, path)
     try:
-        metadata = listing(content, path)
         storage = _Entries()
         for index, info in metadata.storage_data.items():
             storage[index.fqn] = info
         stored = {key: _stored(it.size.args[0], storage[key]) for key, it in metadata.state_dict_metadata.items()}
-    except CheckpointError:
-        raise
     except Exception as error:  # a pickle that was tampered with can raise anything
         raise CheckpointError(f"{path} is no list of tensors ({_what(error)})") from error
     for each in stored.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,17 +129,19 @@ def names_in(value: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1. Raises ValueError, which argparse tells with the option's name."""
-    if not 1 <= (number := int(text)) < 10**9:
-        raise ValueError(text)
-    return number
+    """A whole number of at least 1, for argparse."""
+    with suppress(ValueError):
+        if 1 <= (number := int(text)) < 10**9:
+            return number
+    raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
 
 
 def positive(value: str) -> float:
     """A finite number above 0, for argparse."""
-    if not 0 < (number := float(value)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value}: a number above 0")
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(value)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{value}: give a finite number above 0")
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:

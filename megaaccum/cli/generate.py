@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaaccum.cli.arguments import command_parser, fewest_ranks
+from megaaccum.cli.arguments import command_parser, fewest_ranks, refuse_idle
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.launch import local
@@ -54,6 +54,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, words = parser.parse_known_args(list(argv))
     if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise ConfigError("max_new_tokens must be at least 1, temperature and top_k at least 0, top_p in (0, 1]")
-    if args.temperature == 0 and (args.top_k or args.top_p < 1):
-        raise ConfigError("--top_k and --top_p draw, but --temperature 0 takes the likeliest token: set it above 0")
+    keys = {word.partition("=")[0].lstrip("-").replace("-", "_"): True for word in words if word.startswith("--")}
+    rules = {"--top_k": "--temperature", "--top_p": "--temperature", "--world_size": "not --nproc_per_node"}
+    refuse_idle(parser, argparse.Namespace(**vars(args) | keys), rules)
     return args, words

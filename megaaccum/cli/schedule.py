@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         rows.insert(1, searched)
         said.append(_about(verdict, searched, row))
         row = searched if verdict.adopted else row
-    if args.timeline:
+    if not args.no_timeline:
         width = args.width or shutil.get_terminal_size((120, 40)).columns
         print(text(row.schedule, row.simulation, width=width, costs=row.costs), end="\n\n")
     print(printable("\n".join([comparison(rows, barrier=args.barrier), *said, *refused])))
@@ -301,7 +301,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--config", metavar="CONFIG", help="configuration that --write takes everything else from")
     add("--write", type=Path, metavar="FILE", help="write a configuration with this schedule, cut and micro-batches")
     add("--trace", type=Path, metavar="FILE", help="write the planned timeline in Chrome's trace format")
-    add("--no-timeline", dest="timeline", action="store_false", help="print only the table")
+    add("--no-timeline", action="store_true", help="print only the table")
     add("--width", type=count, metavar="N", help="columns of the printed timeline (the terminal's)")
     args = parser.parse_args(list(argv))
     if args.write and (args.config is None or args.write.suffix == ".csv"):
@@ -311,7 +311,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.cost and args.profile:
         parser.error("--profile FILE has the costs of every layer: leave --cost out")
     needs = {"--cut": "--profile", "--config": "--write", "--iterations": "--search", "--seed": "--search"}
-    refuse_idle(parser, args, needs)
+    refuse_idle(parser, args, needs | {"--width": "not --no-timeline"})
     if not 0 <= args.p2p < float("inf"):
         parser.error(f"--p2p {args.p2p:g}: a time from 0 on")
     if args.png:

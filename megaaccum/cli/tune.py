@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from rich.table import Table
 
+from megaaccum.cli import arguments
 from megaaccum.cli.arguments import Source, add_search_flags, command_parser, count, held_axes, names_in, read_source
 from megaaccum.cli.train import ranks_here
 from megaaccum.config import Config
@@ -93,8 +94,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     add("--knob", type=names_in, default=[], metavar="NAME,...", help=f"then vary, one at a time: {', '.join(KNOBS)}")
     add("--rounds", type=count, default=1, metavar="N", help="run the layouts near the best N times, in turns (1)")
     add("--settle", type=int, default=0, metavar="N", help="run N steps each and watch the gradient's norm")
-    add("--band", type=float, default=4.0, metavar="R", help="drop a layout whose norm is R times its average (4)")
-    add("--time-limit", type=float, default=1800.0, metavar="S", help="seconds after which a layout is ended (1800)")
+    add("--band", type=arguments.positive, default=4.0, metavar="R", help="drop a layout at R times its mean norm (4)")
+    add("--time-limit", type=arguments.positive, default=1800.0, metavar="S", help="seconds of a layout at most (1800)")
     add("--wide", action="store_true", help="every axis, and bytes, in the table")
     add("--output", metavar="FOLDER", help="results and runs (default: output_dir/tune)")
     add("--write", metavar="F", help="write the winner's configuration as YAML")
@@ -102,6 +103,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Source]:
     args, source = read_source(argv).parse(parser)
     if not (0 < args.time_limit < 1e9 and 1 < args.band < 1e9):  # nan is neither
         parser.error("--time-limit is above 0, and --band above 1, and neither is infinite")
+    arguments.refuse_idle(parser, args, {"--band": "--settle"})
     return args, source
 
 

@@ -146,9 +146,7 @@ def _column_forward(layer: Any, count: int, runs: int, input_: torch.Tensor, wei
 def _row_forward(layer: Any, count: int, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """RowParallelLinear.forward by `count` blocks, over inputs that are cut as its weight is."""
     output = _linear(_Blocks(layer.weight, 1, count, 1, layer.tp_group, wgrad.source()), input_)
-    if layer.skip_bias_add or layer.bias is None:
-        return output, layer.bias
-    return output + layer.bias, None
+    return (output, layer.bias) if layer.skip_bias_add or layer.bias is None else (output + layer.bias, None)
 
 
 def _attend_by_heads(

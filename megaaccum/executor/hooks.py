@@ -27,13 +27,9 @@ class Hooks:
         self._param_sync = _per_chunk(config.param_sync_func, len(chunks))
         self._grad_sync = _per_chunk(config.grad_sync_func, len(chunks))
         self.add_weight_grad = pytorch.add_by_autograd if backend is None else backend.add_weight_grad
-        self._last_input_grad: dict[int, int] = {}
-        self._last_weight_grad: dict[int, int] = {}
-        for kind, chunk, microbatch in schedule.actions(rank):
-            if kind in "IB":
-                self._last_input_grad[chunk] = microbatch
-            if kind in "WB":
-                self._last_weight_grad[chunk] = microbatch
+        actions = [*schedule.actions(rank)]
+        self._last_input_grad = {chunk: microbatch for kind, chunk, microbatch in actions if kind in "IB"}
+        self._last_weight_grad = {chunk: microbatch for kind, chunk, microbatch in actions if kind in "WB"}
 
     def before_first_forward(self, chunk: int) -> None:
         if self._param_sync is not None:

@@ -287,9 +287,7 @@ def _reduced(grad: torch.Tensor, at: _Operands) -> tuple[torch.Tensor, dist.Work
         assert at.tp is not None
         part = grad.new_empty(grad.shape[0] // at.tp.size(), *grad.shape[1:])
         return part, dist.reduce_scatter_tensor(part, grad.contiguous(), group=at.tp, async_op=True)
-    if at.allreduce:
-        return grad, dist.all_reduce(grad, group=at.tp, async_op=True)
-    return grad, None
+    return grad, dist.all_reduce(grad, group=at.tp, async_op=True) if at.allreduce else None
 
 
 def start_gather(part: torch.Tensor, tp: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work]:

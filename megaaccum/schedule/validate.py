@@ -104,8 +104,7 @@ def _missing(schedule: Schedule, state: bytearray) -> str:
     """Names the first action that is missing."""
     at = next(i for i, value in enumerate(state) if value != 3)
     chunk, microbatch = divmod(at, schedule.num_microbatches)
-    missing = Action("FIW"[state[at]], chunk, microbatch)  # type: ignore[arg-type]
-    return f"{missing.describe()} is missing"
+    return f"{Action('FIW'[state[at]], chunk, microbatch).describe()} is missing"  # type: ignore[arg-type]
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

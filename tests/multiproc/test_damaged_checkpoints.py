@@ -74,6 +74,13 @@ def half_a_state(folder: Path) -> str:
     return f"{folder / 'state.json'} is damaged"
 
 
+def without_a_piece(folder: Path) -> str:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    del metadata.state_dict_metadata[next(key for key in metadata.state_dict_metadata if "/param/" in key)]
+    _sealed(folder, metadata)
+    return "of the same names and shapes: elements are missing or there twice"
+
+
 def another_model(folder: Path) -> str:
     write_progress(folder, replace(read_progress(folder), shape={"num_layers": 3}))
     return f"num_layers is 3 in {folder}, but 2 in the configuration"
@@ -84,7 +91,7 @@ def another_format(folder: Path) -> str:
     return f"{folder} was written in another format than 2"
 
 
-DAMAGE = (cut_short, garbage, gone, half_a_state, empty_metadata, without_metadata)
+DAMAGE = (cut_short, garbage, gone, half_a_state, empty_metadata, without_metadata, without_a_piece)
 """For which the checkpoint before is used."""
 REFUSED = (another_model, another_format, malicious, not_a_list)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
+from megaaccum.platform.replacing import replaced
 from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, forward_step, said
 
 BATCH = dict(micro_batch_size=1, seq_length=16, pp_microbatches=4)
@@ -201,6 +203,43 @@ def own_errors(folder: str, mode: str) -> dict[str, Any]:
     return seen
 
 
+def half_loaded(folder: str, mode: str) -> dict[str, Any]:
+    """The texts of calls after a load that ends in the midst of its copies, and a load and a step after them."""
+    from megaaccum.checkpoint import pieces
+
+    made, data = on(mode), own_batches()
+    made.save(folder)
+    due = ends(made.train_step(data))
+    copy, number = pieces.copy, itertools.count()
+    breaks = lambda *given: dies(*given[:2]) if next(number) else copy(*given)  # noqa: E731
+    with replaced(pieces, copy=breaks), pytest.raises(RuntimeError):
+        made.load(folder)
+    calls = {
+        "train_step": lambda: made.train_step(data),
+        "evaluate": lambda: made.evaluate(data),
+        "save": lambda: made.save(folder),
+        "whole_weights": made.whole_weights,
+        "load of nothing": lambda: made.load(f"{folder}/nothing"),
+        "load_weights": lambda: made.load_weights({}),
+    }
+    seen = {name: said(call) for name, call in calls.items()}
+    return seen | {"loads": made.load(folder) and ends(made.train_step(data)) == due}
+
+
+def left_trials(mode: str) -> list[bool]:
+    """Whether steps after an error of the user's own in a trial's block, on one rank alone, are as without it."""
+    import torch
+
+    data, made = own_batches(), on(mode)
+    due = [ends(made.train_step(data)) for _ in range(2)]
+    made, seen = on(mode), []
+    for rank in range(2):
+        with suppress(ZeroDivisionError), made.trial(data) as attempt:
+            seen.append(attempt.norm / (torch.distributed.get_rank() - rank) != 0)
+        seen.append(ends(made.train_step(data)) == due[rank])
+    return seen
+
+
 def gives_a_pair(data_iterator, chunk):
     return chunk(next(data_iterator)), lambda output: (output.square().sum(), {})
 
@@ -324,6 +363,19 @@ def test_an_error_of_the_users_own_code_makes_a_failed_engine_whatever_its_class
         partial = [seen.pop(name) for name in ("save update", "whole update", "save weights")]
         assert all(text.startswith("StepError: a change of the weights failed midway") for text in partial), partial
         assert seen == {"save part": "", "loaded": "", "save loaded": "", "after evaluation": True}
+
+
+@pytest.mark.parametrize("mode", ["zero-3", "fsdp2", "ddp"])
+def test_a_load_that_ends_midway_leaves_weights_of_no_step_until_another_has_loaded(tmp_path, mode):
+    for seen in run_ranks(half_loaded, 2, str(tmp_path), mode, timeout=90):
+        assert (seen.pop("loads"), seen.pop("load of nothing")) == (True, "")
+        assert all(text.startswith("StepError: a change of the weights failed") for text in seen.values()), seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_in_the_block_of_a_trial_changes_nothing(mode):
+    for seen in run_ranks(left_trials, 2, mode, timeout=90):
+        assert seen == [True] * 3
 
 
 @pytest.mark.parametrize("mode", MODES)

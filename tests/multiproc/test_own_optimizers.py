@@ -205,7 +205,7 @@ REFUSED = {
     ("own list", "fsdp2"): "OwnList does not step the parameters of its param_groups, where backend fsdp2 puts its own",
     ("own list", "deepspeed"): "OwnList does not step the parameters of its param_groups",
     ("own list", "ddp"): "the optimizer keeps parameters in a list of its own, and a checkpoint has",
-    ("sgd", "into amsgrad"): "0.weight is frozen in",
+    ("sgd", "into amsgrad"): "0.weight has no optimizer state, not exp_avg and exp_avg_sq and max_exp_avg_sq, in",
     ("amsgrad", "into sgd"): "has exp_avg and exp_avg_sq and max_exp_avg_sq, not nothing, in",
 }
 
@@ -232,6 +232,34 @@ def test_optimizers_that_are_refused(tmp_path):
     for said in run_ranks(refusals, 2, str(tmp_path), timeout=90):
         for case, words in REFUSED.items():
             assert words in said[case], (case, said[case])
+
+
+def begun_afresh(folder: str) -> list[bool]:
+    """Whether a step after `no_load_optim` on a checkpoint of SGD is the first of AdamW from its weights, in an engine
+    that is new and in one that has stepped."""
+    import torch
+
+    def step(engine) -> list:
+        engine.train_step(batches(9)[torch.distributed.get_rank() :: 2])
+        return [each.clone() for _, each in engine.whole_weights()]
+
+    equal = []
+    for number, sharding in enumerate(BACKENDS):
+        of_sgd, place = made("sgd", sharding), f"{folder}/{number}"
+        for _ in range(2):
+            step(of_sgd)
+        of_sgd.save(place)
+        first = made("amsgrad", sharding)
+        first.load_weights(dict(of_sgd.whole_weights()))
+        due, engine = step(first), made("amsgrad", sharding, run=dict(no_load_optim=True))
+        for _ in range(2):
+            assert engine.load(place) and engine.step == 2
+            equal.append(all(map(torch.equal, step(engine), due)))
+    return equal
+
+
+def test_a_load_without_the_optimizer_begins_its_state(tmp_path):
+    assert run_ranks(begun_afresh, 2, str(tmp_path), timeout=90) == [[True] * 10] * 2
 
 
 def into_a_schedule(folder: str) -> tuple[str, int, float, str]:

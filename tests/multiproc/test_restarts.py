@@ -56,8 +56,8 @@ def resumed_as(run: Run, **change: Callable[[Any], Any]) -> Iterator[None]:
     """The engine resumes after a record in which some fields are changed."""
     resume = run.engine.resume
 
-    def changed(progress: Any) -> None:
-        resume(replace(progress, **{name: make(progress) for name, make in change.items()}))
+    def changed(progress: Any, **keys: Any) -> None:
+        resume(replace(progress, **{name: make(progress) for name, make in change.items()}), **keys)
 
     with patch.object(run.engine, "resume", changed):
         yield

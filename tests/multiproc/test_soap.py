@@ -142,9 +142,9 @@ def test_the_state_moves_between_layouts(tmp_path):
         assert not differences(merged[1], merged[3 + 2 * number]), case
 
 
-def switched(folder: str, case: Case) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Refusals of checkpoints of AdamW by SOAP, of SOAP by AdamW, also with `override optimizer`, and SOAP's state
-    after a step from AdamW's."""
+def switched(folder: str, case: Case) -> tuple[list[str], dict[str, torch.Tensor], list[str]]:
+    """Refusals of checkpoints of AdamW by SOAP, of SOAP by AdamW, also with `override optimizer`; SOAP's state after a
+    step from AdamW's, and how that of an engine that has stepped before differs."""
     refused = []
     for number, model in enumerate((MODEL, SOAP)):
         engine = engine_of(case, model)
@@ -155,18 +155,22 @@ def switched(folder: str, case: Case) -> tuple[list[str], dict[str, torch.Tensor
             engine_of(case, model, override).load(f"{folder}/{number}")
         refused.append(str(error.value))
     engine = engine_of(case, SOAP, "--override optimizer")
-    assert engine.load(f"{folder}/0")
-    take_steps(engine, 1)
-    return refused, states(engine)
+    begun = []
+    for _ in range(2):
+        assert engine.load(f"{folder}/0")  # over the state of the run before
+        take_steps(engine, 1)
+        begun.append(states(engine))
+    return refused, begun[0], differences(*begun)
 
 
 def test_a_run_goes_from_adam_to_soap_by_an_override_and_not_back(tmp_path):
     case = Case(2, "--backend ddp --grad_accum_steps 2", SOAP)
-    for refused, begun in run_ranks(switched, 2, str(tmp_path), case, timeout=120):
+    for refused, begun, differ in run_ranks(switched, 2, str(tmp_path), case, timeout=120):
         assert "made with adam, the configuration says soap" in refused[0]
         assert "made with soap, the configuration says adam" in refused[1]
         assert "has soap_step_0, not exp_avg and exp_avg_sq, in" in refused[2]
         assert begun and all(each.max() == 1 for name, each in begun.items() if "soap_step" in name)
+        assert not differ
         assert all(each.norm() > 0 for each in begun.values())
 
 

@@ -105,6 +105,41 @@ def test_weights_are_those_of_one_rank(name, of_layouts, of_one_rank):
         assert only == (alone if rank == 0 else {}), f"rank {rank}"
 
 
+def biases_of_a_cast_model(folder: str) -> list[bool]:
+    """Whether expert biases of a model in BF16, as Megatron's Float16Module casts it, take FP32 values of whole weights
+    and of a checkpoint."""
+    import torch
+
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from megaaccum.pretrain.model import gpt
+    from tests.support.engines import engine_of
+
+    case = Case(1, BATCH, MOE, "bf16")
+    first = engine_of(case)
+    given = {name: torch.full_like(tensor, 1.001) for name, tensor in first.whole_weights()}
+    first.load_weights(given)
+    first.save(folder)
+
+    def cast():
+        groups.destroy()
+        plan = case.plan()
+        built = groups.build(plan.layout, timeout_minutes=1)
+        chunks = [chunk.bfloat16() for chunk in gpt.build_chunks(plan, built, vocab_size=VOCAB)]
+        return initialize(plan, chunks, groups=built)
+
+    equal = []
+    for read in (lambda made: made.load_weights(given), lambda made: made.load(folder)):
+        made = cast()
+        read(made)
+        equal += [torch.equal(bias, given[name]) for name, bias in made.whole_weights() if name.endswith("expert_bias")]
+    return equal
+
+
+def test_expert_biases_stay_in_fp32(tmp_path):
+    assert run_ranks(biases_of_a_cast_model, 1, str(tmp_path)) == [[True] * 4]
+
+
 def refused(kind: str) -> tuple[str, str]:
     """The error of wrong weights, and that of the step after it."""
     from tests.support.engines import engine_of

@@ -76,7 +76,7 @@ class Candidates:
             dp = self.world_size // (tp * cp * pp)
             if not self.limits.allows("dp", dp) or self.global_batch_size % dp:
                 continue
-            experts = list(self._expert_sizes(tp, pp))
+            experts = self._expert_sizes(tp, pp)
             for name, vpp in self._schedules(pp):
                 for batch in self._batches(dp, pp, name):
                     for ep, etp in experts:
@@ -126,18 +126,17 @@ class Candidates:
             if (cp == 1 or fits) and self.limits.allows("cp", cp):
                 yield cp
 
-    def _expert_sizes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
+    def _expert_sizes(self, tp: int, pp: int) -> list[tuple[int, int]]:
         """(ep, etp): experts divide over their ranks, and those over the pipeline stage's."""
         if self.model.num_experts is None:
-            if self.limits.allows("ep", 1):
-                yield 1, tp
-            return
-        stage_ranks = self.world_size // pp
+            return [(1, tp)] if self.limits.allows("ep", 1) else []
+        stage_ranks, found = self.world_size // pp, []
         for ep in divisors(self.model.num_experts):
             for etp in sorted({1, tp, self.limits.fixed.get("etp", 1)}):
                 rests = stage_ranks % (ep * etp), tp % etp, (self.model.moe_ffn_hidden_size or 0) % etp
                 if not any(rests) and self.limits.allows("ep", ep) and self.limits.allows("etp", etp):
-                    yield ep, etp
+                    found.append((ep, etp))
+        return found
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         """(schedule, vpp) of a pipeline: those that the configuration can name and whose stages balance."""

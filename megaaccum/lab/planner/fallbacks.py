@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,12 +88,12 @@ class Fallbacks:
         for knob in knobs:
             if knob not in KNOBS:
                 raise ConfigError(f"--knob {knob}{did_you_mean(knob, KNOBS)}: the knobs are {', '.join(KNOBS)}.")
-        following = next(self._untried(), None)
+        following = next(iter(self._untried()), None)
         while following is not None:
             self._try(following, measure)
             following = None if len(self.measured) >= self._top else self._after(following)
         for knob in knobs:
-            for candidate in list(self._turned(knob)):
+            for candidate in self._turned(knob):
                 self._try(candidate, measure)
         self._note_device_batch_of_one()
         return self.best()
@@ -139,15 +139,15 @@ class Fallbacks:
         self.outcomes[candidate.name] = measure(candidate)
         self.tried.append(candidate)
 
-    def _untried(self) -> Iterator[Candidate]:
+    def _untried(self) -> list[Candidate]:
         """By rank, but device batches of one sequence last."""
         left = [each for each in self._all if each.name not in self.outcomes]
-        yield from sorted(left, key=lambda each: each.axes["dbs"] == 1)
+        return sorted(left, key=lambda each: each.axes["dbs"] == 1)
 
     def _after(self, last: Candidate) -> Candidate | None:
         """The next one to try, after `last`."""
         if self.outcomes[last.name].verdict != OUT_OF_MEMORY:
-            return next(self._untried(), None)
+            return next(iter(self._untried()), None)
         smaller = [each for each in self._untried() if each.bytes < last.bytes]
         kept = [each for each in smaller if each.axes["recompute"] == last.axes["recompute"]]
         if kept or not smaller:
@@ -160,11 +160,9 @@ class Fallbacks:
         )
         return then
 
-    def _turned(self, knob: str) -> Iterator[Candidate]:
+    def _turned(self, knob: str) -> list[Candidate]:
         """The untried layouts that differ from the best one in this knob alone."""
         if (best := self.best()) is None:
-            return
+            return []
         still = best.axes.keys() - KNOBS[knob]
-        for each in self._untried():
-            if all(each.axes[axis] == best.axes[axis] for axis in still):
-                yield each
+        return [each for each in self._untried() if all(each.axes[axis] == best.axes[axis] for axis in still)]

@@ -159,9 +159,8 @@ class Saver:
         only_weights, afresh = run.finetune or run.no_load_optim, run.finetune or run.reset_iteration
         progress = raise_on_all_ranks(read_progress, checkpoint)
         differing = {} if afresh else engine.differences(progress) | {"data": self.data.differences(progress.data)}
-        if only_weights:
-            differing = {name: each for name, each in differing.items() if name not in ("lr_schedule", "optimizer")}
         notes = engine.load_tensors(checkpoint, differing, only_weights=only_weights)
+        engine.train_steps.settle()
         if afresh:
             engine.train_steps.transaction.num_updates = 0 if only_weights else progress.num_updates
             engine.print(f"{'weights' if only_weights else 'state'} of {checkpoint}; the run begins at step 0")

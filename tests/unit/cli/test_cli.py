@@ -186,15 +186,16 @@ def test_a_prompt_of_other_bytes_than_utf_8_is_one_message(capsys):
     assert "argument --prompt: invalid utf_8 value: 'a\\udcff'" in capsys.readouterr().err
 
 
-def test_a_share_of_the_tokens_without_a_draw_is_refused(capsys):
-    assert cli.main(["generate", "run", "--prompt", "a", "--top_k", "3"]) == 2
-    assert "--temperature 0 takes the likeliest token: set it above 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         ("schedule --pp 2 -m 4 --schedule 1f1b --config run.yaml", "--config: no effect without --write"),
+        ("schedule --pp 2 -m 4 --schedule 1f1b --no-timeline --width 70", "--width: no effect beside --no-timeline"),
+        ("generate run --prompt a --top_k 3", "--top_k: no effect without --temperature: give that, or leave"),
+        (
+            "generate run --prompt a --nproc_per_node 2 --world-size=4",
+            "--world_size: no effect beside --nproc_per_node",
+        ),
         ("schedule --pp 2 -m 4 --schedule 1f1b --seed 3", "--seed: no effect without --search"),
         ("plan run.yaml --row 2", "--row: no effect without --write: give that, or leave --row out"),
         ("plan run.yaml --even", "--even: no effect without --write"),

@@ -299,7 +299,7 @@ def test_a_hostfile_says_gpus_and_nodes(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_number_below_1_is_refused_by_its_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run(capsys, "plan", LLAMA, f"{option}={value}")
-    assert f"argument {option}: invalid count value: '{value}'" in capsys.readouterr().err
+    assert f"argument {option}: {value}: give a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_schedule_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,13 +340,13 @@ def test_a_busy_machine_is_fitted_by_what_it_measured() -> None:
     assert statistics.median(predicted) == pytest.approx(median, rel=0.05)
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "abc"])
 def test_a_time_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     """`--seconds nan` repeated for ever."""
     monkeypatch.setattr(calibration, "measure", lambda like, **keys: pytest.fail("it measured"))
     with pytest.raises(SystemExit, match="2"):
         cli.main(["calibrate", "mine", f"--seconds={seconds}"])
-    assert "argument --seconds" in capsys.readouterr().err
+    assert f"argument --seconds: {seconds}: give a finite number above 0" in capsys.readouterr().err
 
 
 def test_latency_and_bandwidth_are_found_again() -> None:

@@ -36,7 +36,7 @@ def test_a_number_below_1_is_refused(option, capsys):
     """`--vpp 0` meant 2."""
     with pytest.raises(SystemExit, match="2"):
         main(["schedule", "--pp", "2", "-m", "4", "--schedule", "interleaved", option, "0"])
-    assert f"argument {option}: invalid count value: '0'" in capsys.readouterr().err
+    assert f"argument {option}: 0: give a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_costs_beside_a_profile_are_refused(capsys):

@@ -48,7 +48,7 @@ def test_what_cannot_be(words, message, capsys):
     ("words", "message"),
     [
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["--steps", "none"], "argument --steps: invalid count value: 'none'"),
+        (["--steps", "none"], "argument --steps: none: give a whole number of at least 1"),
         (["--shrink", "--whole"], "argument --whole: not allowed with argument --shrink"),
         (["--layout", "pp"], "it takes keys such as pp=2,schedule=zbv, but 'pp' is none"),
     ],
