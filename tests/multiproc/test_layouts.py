@@ -409,7 +409,7 @@ def test_without_it_every_layout_has_bits_of_its_own(measured):
 
 
 def squares(dtype: str) -> tuple[float, float, float]:
-    """The exact sum of the squares of numbers that two ranks hold, cut in two ways, and its relative error, on rank 0."""
+    """The exact sum of the squares of both ranks' numbers, cut in two ways, and its relative error, on rank 0."""
     from fractions import Fraction
 
     import torch

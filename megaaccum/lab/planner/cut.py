@@ -6,7 +6,6 @@ The costs are the planner's own predictions, or a profile that was measured (`me
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -127,9 +126,9 @@ def predicted_profile(work: Workload, at: Layouts) -> Profile:
 
 
 def _cost(seconds: Pass) -> LayerCost:
-    names = ("forward", "input_grad", "weight_grad")
-    costs: dict[str, Any] = {name: float(np.ravel(getattr(seconds, name))[0]) for name in names}
-    return LayerCost(**costs)
+    passes = seconds.forward, seconds.input_grad, seconds.weight_grad
+    forward, input_grad, weight_grad = (float(np.ravel(each)[0]) for each in passes)
+    return LayerCost(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
 
 _TABLE = Pass(1e-9, 1e-9, 0.0, 0.0)
