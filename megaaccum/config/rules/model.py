@@ -36,12 +36,14 @@ def positions(subject: Subject) -> Iterator[str]:
 
 def kinds_of_layers(subject: Subject) -> Iterator[str]:
     """A window has two ends, and each layer is one with it or without, as with rotary positions."""
-    layers, window = subject.model.num_layers, subject.megatron.get("window_size", (-1, 0))
+    layers, window = subject.model.num_layers, subject.megatron.get("window_size")
     ends = [*window] if isinstance(window, list | tuple) else [window]
-    if window is not None and [type(end) for end in ends] != [int, int]:
+    # Megatron's local layers take -1 for no token at all, and have a token attend to those after it.
+    if window is not None and ([type(end) for end in ends] != [int, int] or ends[0] < 0 or ends[1]):
+        first = next((end for end in ends if type(end) is int and end >= 0), 128)
         yield (
-            f"window_size {', '.join(map(str, ends))} is not two numbers, the tokens before and after a token that it"
-            f" attends to: set it to {ends[0] if ends else -1},0 (in a file [{ends[0] if ends else -1}, 0])."
+            f"window_size {', '.join(map(str, ends))} is not two numbers, the tokens before a token that it attends to"
+            f" and 0: set it to {first},0 (in a file [{first}, 0]), or leave it out to attend to all before."
         )
     for name, least in (("window_attn_skip_freq", 1), ("no_rope_freq", 0)):
         freq = subject.megatron.get(name)
@@ -54,8 +56,7 @@ def kinds_of_layers(subject: Subject) -> Iterator[str]:
 
 def activation(subject: Subject) -> Iterator[str]:
     """An MLP has one activation function."""
-    given = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(subject.model, name)]
-    if len(given) > 1:
+    if len(given := [key for key in ("swiglu", "squared_relu", "openai_gelu") if getattr(subject.model, key)]) > 1:
         yield f"{' and '.join(given)} are both true: an MLP has one activation; leave one of them out."
 
 

@@ -56,7 +56,7 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (2, SPREAD | COLD | dict(cold_expert_tokens=100, cold_expert_steps=5)),
     (1, LATENT),
     (1, dict(megatron=dict(window_size=[8, 0], window_attn_skip_freq=[1, 0] * 4, no_rope_freq=4))),
-    (1, dict(megatron=dict(window_size=(-1, 0), window_attn_skip_freq=3, no_rope_freq=[1, 0] * 4))),
+    (1, dict(megatron=dict(window_size=(0, 0), window_attn_skip_freq=3, no_rope_freq=[1, 0] * 4))),
     (1, dict(bf16=True, grad_accum_dtype="bf16")),
     (1, dict(params_dtype="bf16")),
     (1, dict(fp16=True)),
