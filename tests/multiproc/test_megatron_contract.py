@@ -25,7 +25,7 @@ ROUNDING = 1e-5
 class ByHand:
     """A loop without Megatron's schedules, over this package's objects or over Megatron's."""
 
-    def __init__(self, case: Case, *, ours: bool):
+    def __init__(self, case: Case, *, ours: bool, per_token: bool = True):
         from megaaccum.distributed import groups
         from megaaccum.loop import wrap
         from megaaccum.pretrain.model import gpt
@@ -34,7 +34,7 @@ class ByHand:
         groups.destroy()
         built = groups.build(plan.layout, timeout_minutes=1)
         (self.bare,) = chunks = gpt.build_chunks(plan, built, vocab_size=VOCAB)
-        self.bare.config.calculate_per_token_loss = True
+        self.bare.config.calculate_per_token_loss = per_token
         with torch.no_grad():
             for param in self.bare.parameters():
                 param.add_(0.01 * built.dp.rank())  # until they are broadcast
@@ -172,8 +172,7 @@ def test_the_weights_of_a_loop_by_hand_need_not_be_whole(total):
 def scaled_means() -> str:
     from megaaccum.errors import ConfigError
 
-    loop = ByHand(CELLS["ddp"], ours=True)
-    loop.chunk._step._per_token = False
+    loop = ByHand(CELLS["ddp"], ours=True, per_token=False)
     try:
         loop.step()
     except ConfigError as error:
