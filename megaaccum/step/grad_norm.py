@@ -99,19 +99,18 @@ def exact_square(grads: list[torch.Tensor]) -> torch.Tensor:
         return largest
     exponent = max(math.frexp(most)[1], -1000)  # 2.0**-exponent is finite
     sums = []
-    for grad in grads:
-        for part in grad.reshape(-1).split(_CHUNK):
-            rest = (part.double() * 2.0 ** (_BITS / 2 - exponent)).square_()  # a float64 part is the gradient itself
-            first = rest.floor()
-            second = rest.sub_(first).mul_(2.0**_BITS).floor_()
-            sums += [first.sum(), second.sum()]
+    for part in [part for grad in grads for part in grad.reshape(-1).split(_CHUNK)]:
+        rest = (part.double() * 2.0 ** (_BITS / 2 - exponent)).square_()  # a float64 part is the gradient itself
+        first = rest.floor()
+        second = rest.sub_(first).mul_(2.0**_BITS).floor_()
+        sums += [first.sum(), second.sum()]
     digits = cpu.to_device(torch.stack(sums) if sums else torch.zeros(2)).long().view(-1, 2)
     halves = torch.stack([digits >> 32, digits % 2**32]).sum(dim=1)  # a sum of whole ones might not fit into int64
     dist.all_reduce(halves)
     if dist.get_rank() != 0:
         return torch.zeros((), dtype=torch.float64, device=cpu.device())
-    high, low = halves.tolist()
-    exact = sum(Fraction(2**32 * high[place] + low[place], 2 ** (_BITS * (place + 1))) for place in range(2))
+    firsts, seconds = (2**32 * high + low for high, low in zip(*halves.tolist(), strict=True))
+    exact = Fraction(2**_BITS * firsts + seconds, 4**_BITS)
     return torch.full((), math.ldexp(float(exact), 2 * exponent), dtype=torch.float64, device=cpu.device())
 
 

@@ -257,7 +257,8 @@ class Zero3(ZeroDriver):
         super().finish_reduction()
         for *_, padding in self._on_device or self._padded_shards():
             # DeepSpeed pads the last rank's share with uninitialised memory, which its own norm and Adam then read.
-            padding.zero_()
+            if padding.numel():
+                padding.zero_()
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
         """(parameter, this rank's part of its reduced gradient as a flat view, offset of that part in elements)."""
