@@ -39,8 +39,8 @@ def kinds_of_layers(subject: Subject) -> Iterator[str]:
     layers, window = subject.model.num_layers, subject.megatron.get("window_size")
     ends = [*window] if isinstance(window, list | tuple) else [window]
     # Megatron's local layers take -1 for no token at all, and have a token attend to those after it.
-    if window is not None and ([type(end) for end in ends] != [int, int] or ends[0] < 0 or ends[1]):
-        first = next((end for end in ends if type(end) is int and end >= 0), 128)
+    first = next((end for end in ends[:1] if type(end) is int and end >= 0), 128)
+    if window is not None and ([type(end) for end in ends] != [int, int] or ends != [first, 0]):
         yield (
             f"window_size {', '.join(map(str, ends))} is not two numbers, the tokens before a token that it attends to"
             f" and 0: set it to {first},0 (in a file [{first}, 0]), or leave it out to attend to all before."
