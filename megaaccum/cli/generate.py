@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaaccum.cli.arguments import command_parser, fewest_ranks, refuse_idle
+from megaaccum.config.source import flag_groups
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.launch import local
@@ -54,7 +55,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, words = parser.parse_known_args(list(argv))
     if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise ConfigError("max_new_tokens must be at least 1, temperature and top_k at least 0, top_p in (0, 1]")
-    keys = {word.partition("=")[0].lstrip("-").replace("-", "_"): True for word in words if word.startswith("--")}
+    keys = {flag.lstrip("-").replace("-", "_"): True for flag, _ in flag_groups(words)[0]}
     rules = {"--top_k": "--temperature", "--top_p": "--temperature", "--world_size": "not --nproc_per_node"}
     refuse_idle(parser, argparse.Namespace(**vars(args) | keys), rules)
     return args, words

@@ -54,8 +54,7 @@ def cut_of(ranked: Ranked, index: int, profile: Profile | None) -> tuple[str, st
         return "", f"split evenly: the cut that is {gain:.1%} faster needs {amount(over)} more than a GPU has"
     layout = layout_text(counts, work.model.mtp_num_layers or 0)
     if problems := layout_config.problems(work, ranked.name_of(index) | {"stages": layout}):
-        why = "\n".join(problems)
-        return "", f"split evenly: {layout} would be {gain:.1%} faster, but {why}"
+        return "", f"split evenly: {layout} would be {gain:.1%} faster, but {'\n'.join(problems)}"
     return layout, f"cut into {layout}, {gain:.1%} faster than the even split (simulated)"
 
 
