@@ -261,7 +261,8 @@ class Flush:
     _awaited: tuple[str, int, int] | None = None
 
     def _failure(self, error: Exception) -> FlushError:
-        """The error of this rank, which tells the others' what happened first."""
+        """The error of this rank, which tells the others' what happened first. Ends the thread of its sends."""
+        self.mail.finish(wait=False)
         key = "megaaccum/flush/" + ",".join(map(str, self.mail.members))
         where = f"pipeline rank {self.rank} (global rank {dist.get_rank()})"
         at = f"{self._now.describe()} of schedule {self.schedule.name}"

@@ -275,9 +275,9 @@ class Mail:
         for channel in [at for at, needed in self._to_fill.items() if needed <= self._num_sent]:
             self._fill(channel)
 
-    def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        self._outbox.close()
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait until all that was sent has left; without `wait`, after an error, its thread ends when it has."""
+        self._outbox.close(wait=wait)
 
 
 class _Outbox:
@@ -290,13 +290,13 @@ class _Outbox:
     def __init__(self, *, polls: bool):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._nbytes = 0  # of what the thread has not been given
-        self._queue: queue.SimpleQueue[Any] | None = None if polls else queue.SimpleQueue()
+        self._polls, self._queue = polls, queue.SimpleQueue[Any]()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def put(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._sent.append((work, tensor))
-        if self._queue is None:
+        if self._polls:
             self._sent = deque(each for each in self._sent if not each[0].is_completed())  # a late one holds no other
             return
         if self._error is not None:
@@ -310,7 +310,6 @@ class _Outbox:
             self._sent, self._nbytes = deque(), 0
 
     def _wait_for_each(self) -> None:
-        assert self._queue is not None
         if sys.platform == "linux":  # there threads have priorities; to let go of memory must not hold up a pass
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (batch := self._queue.get()) is not None:
@@ -322,11 +321,12 @@ class _Outbox:
                     return
                 batch.popleft()
 
-    def close(self) -> None:
-        if self._queue is not None and self._thread is not None:
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread once it has waited for what it was given; wait: for all that was sent."""
+        if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
-        while self._sent:
+            self._thread.join(None if wait else 0)
+        if wait and self._error is not None:
+            raise self._error
+        while wait and self._sent:
             self._sent.popleft()[0].wait()

@@ -165,11 +165,9 @@ class LoopStep:
             print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}", flush=True)
         return not result.skipped, result.grad_norm
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Context in which parameters are whole; no flush may be open."""
-        with self.backend.whole():
-            yield
+        return self.backend.whole()
 
     def adopt(self) -> None:
         """Make the weights those that were written into the backend's state."""

@@ -79,10 +79,7 @@ class Meter:
                 self._receiving += num_bytes if calls else -num_bytes
                 self.most_receiving = max(self.most_receiving, self._receiving)
                 return
-            key = collective, group, dtype
-            if (count := self._counts.get(key)) is None:
-                count = self._counts[key] = Count()
-            count.add(calls, calls * num_bytes, seconds)
+            self._counts.setdefault((collective, group, dtype), Count()).add(calls, calls * num_bytes, seconds)
 
         with pytorch.watched_collectives(note):
             yield found

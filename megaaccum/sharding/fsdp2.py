@@ -299,8 +299,8 @@ class Fsdp2Backend(ShardingBackend):
         """Rows of each parameter: fully_shard cuts the first dimension."""
         for name, param in self._parameters:
             if param.requires_grad:
-                if param.grad is None and (self._streaming or self.at_owners.takes(param)):
-                    param.grad = torch.zeros_like(param)  # streaming: no backward came by its layer, as under no_grad
+                if param.grad is None and (self._streaming or self._waiting or self.at_owners.takes(param)):
+                    param.grad = torch.zeros_like(param)  # no backward came by its layer, as under no_grad, or by any
                 assert param.grad is not None, f"{name} has no gradient"
                 grad = adam.own_tensor(param.grad).view(-1)
                 yield GradShard(name, param, grad, fsdp2.first_element(param), _replica(param))

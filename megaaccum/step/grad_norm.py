@@ -120,11 +120,8 @@ _CHUNK = 2**22
 
 def counts_in_norm(shard: GradShard, groups: Groups) -> bool:
     """Whether this rank adds `shard` to the norm: of several ranks that hold the same numbers, the first does."""
-    if shard.replica != 0:
-        return False
-    if names.is_tied_copy(shard.param):
-        return False
-    return groups.tp.rank() == 0 or not names.is_same_over_tp(shard.param)
+    is_first = shard.replica == 0 and not names.is_tied_copy(shard.param)
+    return is_first and (groups.tp.rank() == 0 or not names.is_same_over_tp(shard.param))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

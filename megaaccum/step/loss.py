@@ -149,16 +149,19 @@ def read_triple(given: Any) -> tuple[torch.Tensor, torch.Tensor, Reports]:
         raise StepError(f"the first value of a loss function has to be a scalar tensor, the sum of losses, not {shape}")
     if not isinstance(reports, Mapping):
         raise StepError(f"the third value of a loss function has to be a dict of reports, not {type(reports).__name__}")
-    if isinstance(weight, int | float):  # filled there: for a copy the host would wait
-        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
-    weight = cpu.to_device(torch.as_tensor(weight).detach()).to(device=total.device, dtype=torch.float64, copy=True)
-    if weight.numel() != 1:
-        raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
-    # Cloned, as the weight is: what is reported must not change if the caller changes it in place.
+    # Cloned: what is weighed and reported must not change if the caller changes it in place.
     try:
+        if isinstance(weight, int | float):  # filled there: for a copy the host would wait
+            weight = torch.full((), weight, dtype=torch.float64, device=total.device)
+        weight = torch.as_tensor(weight).detach()
         kept = {name: torch.as_tensor(value).detach().clone() for name, value in reports.items()}
     except (TypeError, ValueError, RuntimeError) as error:
-        raise StepError(f"reports of a loss function have to be numbers or tensors: {error}") from None
+        raise StepError(f"weight and reports of a loss function have to be numbers or tensors: {error}") from None
+    if weight.numel() != 1:
+        raise StepError(f"a loss function's weight has to be one number, not a tensor of shape {tuple(weight.shape)}")
+    if any(each.is_complex() for each in (total, weight, *kept.values())):
+        raise StepError("a loss function returned a complex number: give a real sum, weight and reports, as by .abs()")
+    weight = cpu.to_device(weight).to(device=total.device, dtype=torch.float64, copy=True)
     return total if total.dim() == 0 else total.reshape(()), weight.reshape(()), kept
 
 

@@ -153,13 +153,12 @@ def read_batch(
     shapes = shapes_of(data) if listed else []
     if lengths is not None:
         shapes = [(plan.micro_batch_size, length) for length in lengths]
-    if weights is None and listed and hasattr(function, "weights"):
-        weights = _told(function.weights, data)
-    if weights is not None:
-        weights = [float(each) for each in (weights.flatten() if hasattr(weights, "flatten") else weights)]
-        if not all(0.0 <= weight < float("inf") for weight in weights):
-            raise ConfigError(f"weights has one that is negative or not finite: {weights}")
-    for name, each in ("lengths", lengths), ("weights", weights):
+    weights = _told(function, "weights", data) if listed and weights is None else weights
+    weights = _numbers("weights", weights)
+    of_tokens = _numbers("token_weights", _told(function, "token_weights", data) if listed else None)
+    if not all(0.0 <= weight < float("inf") for weight in weights or ()):
+        raise ConfigError(f"weights has one that is negative or not finite: {weights}")
+    for name, each in ("lengths", lengths), ("weights", weights), ("token_weights", of_tokens):
         if each is not None and len(each) != count:
             raise ConfigError(f"{name} has {len(each)} numbers for {count} micro-batches: give one for each")
     return Microbatches(
@@ -169,18 +168,27 @@ def read_batch(
         first=first,
         tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
         weights=weights,
-        token_weights=_told(function.token_weights, data) if listed and hasattr(function, "token_weights") else None,
+        token_weights=of_tokens,
         expected=None if expected is None else float(expected),
         lengths=lengths,
     )
 
 
-def _told(method: Callable[[Any], Any], data: Any) -> Any:
-    """The answer of a method of the user's forward step function about the micro-batches. Raises ConfigError."""
+def _numbers(name: str, given: Any) -> list[float] | None:
+    """`given`, a list, array or tensor, as numbers. Raises ConfigError."""
     try:
-        return method(data)
+        return given if given is None else [float(n) for n in (given.flatten() if hasattr(given, "flatten") else given)]
+    except (TypeError, ValueError, RuntimeError) as error:  # of complex numbers, too
+        raise ConfigError(f"{name} has to be a list of real numbers, one per micro-batch: {error}") from error
+
+
+def _told(function: ForwardStepFunc, method: str, data: Any) -> Any:
+    """The answer of a method of the user's forward step function about the micro-batches, None if it has no such
+    method. Raises ConfigError."""
+    try:
+        return getattr(function, method)(data) if hasattr(function, method) else None
     except Exception as error:
-        raise ConfigError(f"{method.__name__} of the forward step function raises {error!r}") from error
+        raise ConfigError(f"{method} of the forward step function raises {error!r}") from error
 
 
 def are_iterators(data: Sequence[Any]) -> bool:

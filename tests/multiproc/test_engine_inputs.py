@@ -329,6 +329,10 @@ def wrong_losses() -> dict[str, list[str]]:
         "reports": returning(lambda total: (total, torch.ones(()), total)),
         "detached": returning(lambda total: (total.detach(), torch.ones(()), {})),
         "report's type": returning(lambda total: (total, 1, {"name": "x"})),
+        "weight's type": returning(lambda total: (total, None, {})),
+        "complex sum": returning(lambda total: (total * (1 + 0j), 1, {})),
+        "complex weight": returning(lambda total: (total, torch.tensor(1 + 0j), {})),
+        "complex report": returning(lambda total: (total, 1, {"phase": 1j})),
     }
     seen: dict[str, list[str]] = {}
     for name, function in functions.items():
@@ -353,7 +357,11 @@ LOSSES = {
     "vector": "has to be a scalar tensor, the sum of losses, not a tensor of shape (3,)",
     "reports": "has to be a dict of reports, not Tensor",
     "detached": "4 micro-batches have a weight that is negative or not finite, or a sum of losses without a gradient",
-    "report's type": "reports of a loss function have to be numbers or tensors",
+    "report's type": "weight and reports of a loss function have to be numbers or tensors",
+    "weight's type": "weight and reports of a loss function have to be numbers or tensors",
+    "complex sum": "a loss function returned a complex number",
+    "complex weight": "a loss function returned a complex number",
+    "complex report": "a loss function returned a complex number",
 }
 
 
@@ -453,6 +461,7 @@ def wrong_calls() -> dict[str, str]:
         seen[f"{name} total"] = said(
             lambda made=made, numbers=numbers: made.forward_backward(batches(2), total_weight=numbers[1])
         )
+    seen["complex weights"] = said(lambda: made.forward_backward(batches(2), weights=[1.0, 1j * rank]))
     made = engine(forward_step_func=Counting())
     seen["a method that fails"] = said(lambda: made.train_step(batches()))
     made = engine()
@@ -510,6 +519,7 @@ CALLS = {
     "totals": "ranks disagree about total_weight",
     "negative weights": "rank 1: weights has one that is negative or not finite: [1.0, -1.0]",
     "nan weights": "rank 1: weights has one that is negative or not finite: [1.0, nan]",
+    "complex weights": "has to be a list of real numbers, one per micro-batch: ",
     "a method that fails": "rank 1: weights of the forward step function raises KeyError('mask')",
     "negative total": "total_weight is -1.0: give the sum of all weights, finite and not negative",
     "nan total": "total_weight is nan: give the sum of all weights, finite and not negative",

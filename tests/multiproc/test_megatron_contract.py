@@ -206,7 +206,7 @@ def test_stages_that_differ_in_what_a_loss_is_are_refused():
 
 
 def after_errors(mode: str) -> dict[str, Any]:
-    """Texts and steps after an error in a flush's last backward, and after one in an optimizer's update."""
+    """Texts and steps after an error in a flush's first forward or last backward, and in an optimizer's update."""
     from tests.multiproc import test_engine_states as states
     from tests.multiproc.test_engine_inputs import batches, chunk_of, forward_step, said
 
@@ -222,6 +222,7 @@ def after_errors(mode: str) -> dict[str, Any]:
         return inner
 
     def forward(data_iterator, chunk):
+        breaks("forward")
         output, loss_func = forward_step(data_iterator, chunk)
         output.register_hook(lambda _: breaks("backward") if data_iterator.__length_hint__() == 0 else None)
         return output, lambda out: (loss_func(out)[0], torch.tensor(4), {})
@@ -244,6 +245,8 @@ def after_errors(mode: str) -> dict[str, Any]:
     for fails in (False, True):
         chunks, optimizer, run = wrapped_chunk(chunk_of(0, 1), states.BATCH, states.MODES[mode], made_of)
         if fails:
+            failing("forward", lambda: flush(first))
+            due.append((*optimizer.step()[:2], optimizer._step.transaction.num_updates))
             failing("backward", lambda: flush(first))
             found = {"flush": said(lambda: flush(second)), "step": said(optimizer.step)}
             failing("backward", lambda: flush(first))
@@ -251,7 +254,8 @@ def after_errors(mode: str) -> dict[str, Any]:
             optimizer.zero_grad()
         flush(second)
         due.append(optimizer.step()[:2])
-    found["after it was dropped"] = due[0] == due[1]
+    found["after it was dropped"] = due[0] == due[2]
+    found["of a flush without a backward"] = due[1] == (False, 0.0, 0)
     saved = optimizer.state_dict()
     flush(second)
     failing("update", optimizer.step)
@@ -280,6 +284,7 @@ def wrapped_chunk(chunk: Any, batch: Any, keys: Any, optimizer: Any, *, per_toke
 def test_an_error_that_the_loop_catches_leaves_no_part_of_a_sum(mode):
     for found in run_ranks(after_errors, 2, mode, timeout=90):
         assert found.pop("after it was dropped") and found.pop("after a load")
+        assert found.pop("of a flush without a backward")
         unfinished = [found.pop(name) for name in ("flush", "step")]
         assert all("a flush has begun its backwards but not ended" in text for text in unfinished), unfinished
         assert len(found) == 4 and all("a change of the weights failed midway" in text for text in found.values()), (

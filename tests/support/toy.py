@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaaccum.platform import cpu
+from megaaccum.platform.replacing import replaced
 from tests.support import configs
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
@@ -291,9 +293,11 @@ def hooks_of(name: str, m: int, chunks: int, placement: str, with_grad_sync: boo
 
 def failing(name: str, m: int, chunks: int, placement: str, timeout: float, rounds: bool = False) -> str:
     """The message with which each rank ends when rank 1 raises in its forward of micro-batch 3 of chunk 0, or rounds
-    its output. It lives on, so that the others end by the timeout of the process group, in seconds."""
+    its output. It lives on, so that the others end by the timeout of the process group, in seconds. Its thread that
+    waits for sends does not."""
     from megaaccum import get_forward_backward_func
     from megaaccum.errors import FlushError
+    from megaaccum.executor import p2p
 
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     _, model, _, groups = pipeline(name, chunks=chunks, placement=placement)
@@ -308,11 +312,13 @@ def failing(name: str, m: int, chunks: int, placement: str, timeout: float, roun
 
     text = "nothing failed"
     try:
-        run(get_forward_backward_func(name, own=True, allow_underfilled_pipeline=True), model, groups, m, step=step)
+        with replaced(p2p, SMALL=0):  # so that each send is waited for
+            run(get_forward_backward_func(name, own=True, allow_underfilled_pipeline=True), model, groups, m, step=step)
     except FlushError as error:
         text = str(error)
     if torch.distributed.get_rank() == 1:
         time.sleep(2 * timeout)
+        assert "megaaccum-sends" not in (thread.name for thread in threading.enumerate())
     return text
 
 

@@ -109,6 +109,15 @@ def test_a_send_that_fails_is_told(polls):
         outbox.close()
 
 
+def test_a_flush_that_fails_waits_for_no_send_and_leaves_no_thread():
+    outbox, work = _Outbox(polls=False), Work()
+    sent(outbox, work)
+    outbox.close(wait=False)
+    (thread,) = (each for each in threading.enumerate() if each.name == "megaaccum-sends")
+    work.left.set()
+    assert eventually(lambda: not thread.is_alive())
+
+
 @pytest.mark.parametrize("on_nccl", [True, False])
 def test_receives_are_posted_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch, on_nccl: bool):
     """Also the first ones, which follow a send that Megatron's schedule plans issue in their communication stream, and
