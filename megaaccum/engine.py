@@ -36,7 +36,6 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.observe.observer import Observer
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
-from megaaccum.optim.lr_schedule import LrSchedule
 from megaaccum.step import chunk_config, evaluation
 from megaaccum.step.loss import ForwardStepFunc, ReportReducer, Reports
 from megaaccum.step.recovery import Attempt
@@ -118,8 +117,11 @@ class Engine:
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
     does one of these from the user's own code in a step's forwards, backwards or update: the engine has failed, and its
-    methods name the error. One of these in `forward` or `evaluate`, and any error in the block of a `trial`, changes
-    nothing.
+    methods name the error. One of these that every rank raises in `forward` or `evaluate`, and any error in the block
+    of a `trial`, changes nothing.
+
+    Ranks that wait for one that has failed end when its process does. If an optimizer failed on one rank alone, and no
+    rank waits for another in an update, the others have made the step: their next call raises the StepError too.
     """
 
     def __init__(
@@ -154,14 +156,12 @@ class Engine:
         self._begin_at_zero(plan)
         self.verified = ""
         """The layout in which this run's step was verified at its start (lab/verification/at_start.py)."""
-        self._failed: BaseException | None = None
+        self._failed: StepError | None = None
 
     def _begin_at_zero(self, plan: Plan) -> None:
         """Begin at step 0 of `plan`."""
         self.plan = plan
-        self.lr_schedule: LrSchedule | None = (
-            lr_schedule.build(self.backend, plan.config, plan.ramp) if self._has_schedule else None
-        )
+        self.lr_schedule = lr_schedule.build(self.backend, plan.config, plan.ramp) if self._has_schedule else None
         """Moves on with every committed step; None without `lr` and `train_iters` in the plan."""
         self.train_steps.transaction = Transaction(plan, self.lr_schedule)
 
@@ -239,7 +239,7 @@ class Engine:
         """Start the next step's gather of parameters (ZeRO-3, `sync: resident`) early, so that it overlaps reading data
         or logging. Until that step, an evaluation, `save` or `load`, nothing else may read or write the chunks'
         parameters. Call it on every rank or on none."""
-        with self._guarded():
+        with self._guarded(agrees=False):
             self.train_steps.gather_ahead()
 
     def forward_backward(
@@ -344,15 +344,14 @@ class Engine:
                 router_state.begin_step(self.chunks)
 
     @contextmanager
-    def _guarded(self, *, trains: bool = False) -> Iterator[None]:
-        """Raise if the engine has failed before; record an error inside that makes it a failed engine. Megatron's
-        parallel_state holds this engine's groups inside."""
-        if self._failed is not None:
-            raise StepError(
-                f"the engine failed before ({type(self._failed).__name__}: {self._failed}) and cannot continue: start"
-                " again from a checkpoint"
-            )
-        self.train_steps.refuse_partial_update()
+    def _guarded(self, *, trains: bool = False, agrees: bool = True) -> Iterator[None]:
+        """Raise if the engine has failed before, unless the call begins with an agreement that tells the other ranks;
+        record an error inside that makes it a failed engine. Megatron's parallel_state holds this engine's groups
+        inside."""
+        if self._failed is None:
+            self.train_steps.refuse_partial_update()
+        elif not agrees or self.train_steps.failure is None:
+            raise self._failed
         if trains and not self.trains:
             raise ConfigError(
                 "the model has no trained parameter, so this engine runs forward and evaluate alone: set requires_grad"
@@ -362,8 +361,11 @@ class Engine:
             with self.groups.current(), torch.enable_grad():
                 yield
         except BaseException as error:
-            if self.train_steps.amid or not isinstance(error, _HARMLESS):
-                self._failed = error
+            if self._failed is None and (self.train_steps.amid or not isinstance(error, _HARMLESS)):
+                why = f"the engine failed before ({type(error).__name__}: {error}) and cannot continue"
+                self._failed = StepError(f"{why}: start again from a checkpoint")
+                # The other ranks are about to make the next call. After another error they may wait for this one.
+                self.train_steps.failure = self._failed if self.train_steps.amid == "update" else None
             raise
 
     # --- state ---
@@ -476,7 +478,7 @@ class Engine:
         CheckpointError on every rank if a name is missing, unknown or there twice, or a shape differs; the engine has
         then failed.
         """
-        with self._guarded():
+        with self._guarded(agrees=False):
             self.train_steps.abandon()
             self.train_steps.amid = "weights"
             whole.put(weights, self.backend, self.groups, self.trained_buffers, only_weights=num_updates is None)

@@ -137,7 +137,7 @@ class Flush:
             self._backward_done(action)
         if action.kind in "WB":
             self.weight_grad(action)
-        self._note(1)
+        self.record.spans.append((self._begun, time.perf_counter()))
 
     def _do_interleaved(self, pair: Pair, passes: PlanPasses) -> None:
         """A fused pair as one pass. Its weight gradients come after it, when both of its results have left."""
@@ -149,10 +149,7 @@ class Flush:
         self._backward_done(pair.backward)
         if pair.backward.kind == "B":
             self.weight_grad(pair.backward)
-        self._note(2)
-
-    def _note(self, actions: int) -> None:
-        self.record.spans += [(self._begun, time.perf_counter())] * actions
+        self.record.spans += [(self._begun, time.perf_counter())] * 2
 
     # --- the three passes ---
 

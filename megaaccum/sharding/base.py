@@ -90,6 +90,9 @@ class ShardingBackend(ABC):
     observers: Sequence[Any] = ()
     """Observers of each micro-batch's forward step (step/forward_step.py), with a method `begin_flush(function)`."""
 
+    steps_alone = True
+    """Whether no rank waits for another in `step`."""
+
     can_defer = True
     """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last
     flush of every call of `forward_backward` is a last one, and reductions add up."""

@@ -65,6 +65,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         if self.sums.in_one_order and plan.layout.ep > 1:
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
+        self.steps_alone = isinstance(self.driver, zero.Zero3) or groups.dp_cp.size() == 1
         adam.check_calls(optimizer, len(self.driver.masters))
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)

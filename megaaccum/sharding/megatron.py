@@ -86,6 +86,7 @@ class MegatronBackend(AccumulatingBackend):
         self._missing: Counter[Any] = Counter()
         """How many parameters of a bucket group have a gradient to come."""
         self._splits = plan.layout.splits_backward
+        self.steps_alone = groups.dp_cp.size() == 1
         in_buckets = [param for param in self._trained() if id(param) in self._bucket]
         self._in_order = AgreedOrder(plan, groups, chunks, in_buckets, self.complete)
         for ddp in self._ddp:

@@ -148,8 +148,7 @@ class SumTree:
                 break
             tensor = self._in_precision_of(parent, self._nodes.pop(sibling)).add_(tensor)
             node = parent
-        lent = lent and tensor is given
-        self._nodes[node] = tensor.clone() if lent else tensor
+        self._nodes[node] = tensor.clone() if lent and tensor is given else tensor
         self._missing.discard(node)
         return not self._missing
 

@@ -109,7 +109,7 @@ def on_call(
         tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
-        problem=problem or _changed(steps),
+        problem=steps.failure or problem or _changed(steps),
         add=add,
         **{_CALL: _CALLS.index(call), "calls since the last optim_step": calls},
         **(plain | facts),

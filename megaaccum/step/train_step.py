@@ -82,7 +82,10 @@ class TrainStep:
         self.running: OpenStep | None = None
         """The step that is neither committed nor dropped: `opened`, or one that runs or has failed."""
         self.amid = ""
-        """The work that runs or that an error left unfinished: "flush", "weights" (a change of them), or nothing."""
+        """The work that runs or that an error left unfinished: "flush", "weights" (a change of them), "update" (that of
+        a step, and no rank waits for another any more), or nothing."""
+        self.failure: StepError | None = None
+        """Why this rank makes no call, which the next agreement tells the others."""
         self.before_update: Callable[[], None] | None = None
         """Called when the backend's `shards` are as the optimizer is about to read them, if set."""
         # The plan has been checked, and a short last batch may have fewer.
@@ -295,6 +298,7 @@ class TrainStep:
             self.before_update()
         if self.backend.matrices is not None:
             self.backend.matrices.orthogonalise()
+        self.amid = "update" if self.backend.steps_alone and not self.plan.config.model.num_experts else "weights"
         self.backend.step()
         router_state.update_bias(self.chunks, self.groups)
 
@@ -445,7 +449,7 @@ class TrainStep:
 
     def refuse_partial_update(self) -> None:
         """Raise StepError if weights, moments or counters may be those of no step."""
-        if self.amid == "weights":
+        if self.amid in ("weights", "update"):
             raise StepError(PARTIAL_UPDATE)
 
     def abandon(self) -> None:

@@ -203,6 +203,38 @@ def own_errors(folder: str, mode: str) -> dict[str, Any]:
     return seen
 
 
+def failed_alone(folder: str, mode: str, pp: int) -> tuple[str, str, set[str]]:
+    """The text of a step whose update fails on rank 1 alone, that of a save after it, and those of all other calls."""
+    import torch
+
+    from megaaccum.errors import DataError
+
+    def breaks(*_) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise DataError("a broken sample")
+
+    def made_of(params):
+        optimizer = torch.optim.AdamW(params)
+        optimizer.register_step_post_hook(breaks)
+        return optimizer
+
+    data = own_batches()
+    model = chunk_of if pp == 2 else lambda rank: chunk_of(0, 1)
+    made = engine(model, keys=dict(batch=BATCH, layout=dict(pp=pp), **MODES[mode]), optimizer=made_of)
+    first = said(lambda: made.train_step(data))
+    calls = (
+        lambda: made.train_step(data),
+        lambda: made.forward_backward(data[:1]),
+        made.optim_step,
+        lambda: made.forward(data),
+        lambda: made.evaluate(data),
+        lambda: try_on(made, data),
+        lambda: made.train_step(data),
+    )
+    found = {said(call) for call in calls}
+    return first, said(lambda: made.save(folder)), found
+
+
 def half_loaded(folder: str, mode: str) -> dict[str, Any]:
     """The texts of calls after a load that ends in the midst of its copies, and a load and a step after them."""
     from megaaccum.checkpoint import pieces
@@ -363,6 +395,22 @@ def test_an_error_of_the_users_own_code_makes_a_failed_engine_whatever_its_class
         partial = [seen.pop(name) for name in ("save update", "whole update", "save weights")]
         assert all(text.startswith("StepError: a change of the weights failed midway") for text in partial), partial
         assert seen == {"save part": "", "loaded": "", "save loaded": "", "after evaluation": True}
+
+
+ALONE = [("zero-1", 2), ("megatron", 2), ("zero-3", 1), ("zero-3 streaming", 1), ("fsdp2", 1), ("ddp", 1)]
+
+
+@pytest.mark.parametrize(("mode", "pp"), ALONE)
+def test_an_update_that_failed_on_one_rank_ends_the_next_call_of_all(tmp_path, mode, pp):
+    """The others have made the step, and would wait in that call."""
+    by_rank = run_ranks(failed_alone, 2, str(tmp_path), mode, pp, timeout=90)
+    assert [first for first, *_ in by_rank] == ["", "DataError: a broken sample"]
+    for _, saved, found in by_rank:
+        assert "a change of the weights failed midway" in saved
+        assert found == {
+            "StepError: rank 1: the engine failed before (DataError: a broken sample) and cannot continue: start again"
+            " from a checkpoint"
+        }
 
 
 @pytest.mark.parametrize("mode", ["zero-3", "fsdp2", "ddp"])
