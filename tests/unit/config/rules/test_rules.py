@@ -9,7 +9,7 @@ from megaaccum.config.rules import RULES, broken_rules
 from megaaccum.errors import ConfigError
 from tests.support.configs import make, plan
 from tests.unit.config.rules import model, parallel, sharding, step
-from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, LATENT, PP2, SPREAD, TP2, derived
+from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, LATENT, PP2, SAME, SPREAD, TP2, derived
 
 BROKEN = [*model.BROKEN, *parallel.BROKEN, *sharding.BROKEN, *step.BROKEN]
 
@@ -52,6 +52,29 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (2, PP2 | dict(pipeline_model_parallel_layout="Et*2|(tt|)*2,ttL")),
     (1, EXPERTS),
     (4, EXPERTS | PP2 | dict(expert_model_parallel_size=2, moe_layer_freq=[0, *[1] * 7])),
+    (1, EXPERTS | dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True)),
+    (1, EXPERTS | dict(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)),
+    (1, EXPERTS | dict(moe_router_load_balancing_type="global_aux_loss")),
+    (1, EXPERTS | dict(nonfinite="drop_microbatch", short_batch="pad")),
+    (1, SAME | EXPERTS | dict(transformer_impl="transformer_engine", moe_token_dispatcher_type="allgather")),
+    (1, SAME | EXPERTS | dict(sync="streaming", optimizer="muon", add_bias_linear=True)),
+    (2, SAME | dict(bf16=True, grad_reduce_dtype="bf16", offload_optimizer="cpu")),
+    (2, SAME | dict(mtp_num_layers=1, position_embedding_type="rope", untie_embeddings_and_output_weights=True)),
+    (2, SAME | dict(backend="fsdp2")),
+    (2, SAME | dict(sync="streaming", rampup_batch_size=[8, 8, 64])),
+    (2, PP2 | dict(schedule="zbv", schedule_trace="trace")),
+    (2, PP2 | dict(noise_scale_window=10, untie_embeddings_and_output_weights=True)),
+    (1, dict(noise_scale_window=10, mtp_num_layers=1, position_embedding_type="rope")),
+    (1, dict(verify_at_start=True, rng="megatron", attention_dropout=0.0, hidden_dropout=0.0)),
+    (1, dict(verify_at_start=True, attention_dropout=0.1)),
+    (1, dict(fp16=True, nonfinite="zero", fim_data=True, data_path=["a"])),
+    (1, dict(static_graph=True)),
+    (
+        1,
+        EXPERTS | dict(static_graph=True, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True),
+    ),
+    (1, dict(lr_warmup_init=1e-5, megatron=dict(experimental_attention_variant="gated_delta_net"))),
+    (1, dict(lr_mult=["embedding.*=0"])),
     (1, EXPERTS | dict(moe_router_num_groups=4, moe_router_group_topk=2)),
     (2, SPREAD | COLD | dict(cold_expert_tokens=100, cold_expert_steps=5)),
     (1, LATENT),
@@ -112,6 +135,8 @@ def test_interleaved_needs_whole_groups_in_a_flush() -> None:
         dict(tensor_model_parallel_size=0, optimizer="muon"),
         dict(tensor_model_parallel_size=0, optimizer="soap"),
         dict(micro_batch_size=0, total_batch_size=64, global_batch_size=None),
+        dict(pipeline_model_parallel_size=0, num_layers_per_virtual_pipeline_stage=1),
+        dict(pipeline_model_parallel_size=0, pipeline_model_parallel_layout="Et*8L"),
         dict(pp_microbatches=0, total_batch_size=64, global_batch_size=None),
     ],
 )

@@ -294,6 +294,8 @@ def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
     fixed = Limits(fixed=dict(cp=1, tp=8, pp=16))
     with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches .* raise global_batch_size to 64, or"):
         search(workload(gpus=256, global_batch_size=32), fixed)
+    with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches .* raise global_batch_size to 32, or"):
+        search(workload(gpus=256, global_batch_size=31), Limits(fixed=dict(tp=8, pp=16)))  # cp 2 leaves dp 1
     work = workload(gpus=256, global_batch_size=32, allow_underfilled_pipeline=True)
     found = search(work, fixed)
     assert set(found.layouts.num_microbatches) == {16}
