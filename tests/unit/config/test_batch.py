@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megaaccum.config import Plan
+from megaaccum.config import resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
@@ -185,8 +185,9 @@ def test_tokens_per_step_are_a_way_to_give_the_batch() -> None:
     settled = configs.plan(2, pp_microbatches=4, total_batch_size=64 * 4 * 2 * 3)
     assert (settled.batch.grad_accum_steps, settled.batch.tokens_per_step) == (3, 1536)
     assert configs.plan(2, pp_microbatches=None, device_batch_size=2, total_batch_size=512).batch.grad_accum_steps == 2
-    own = Plan.of(batch=dict(total_batch_size=128, seq_length=16, micro_batch_size=2), hidden_size=8, world_size=2)
-    assert own.batch.num_microbatches == 2
+    bare = configs.make(pp_microbatches=4, total_batch_size=1536)
+    bare.origin.clear()  # as of a Config that no loader made
+    assert resolve(bare, world_size=2).batch.tokens_per_step == 1536
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,16 @@ def test_an_order_with_pairs_is_the_table_with_pairs():
     assert at.paired([[f0, b0], [f0, f1, b0, f2, b1]]) == [[f0, b0], [f0, b0, f1, b1, f2]]
 
 
+def test_a_rank_that_waits_for_a_pairs_forward_goes_on():
+    """Rank 1 waits for the second forward, which rank 0 fuses with its first backward."""
+    at = Problem(PROFILE.costs(even_cut(PROFILE, 2)), stages=((0,), (1,)), num_microbatches=2)
+    passes = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    order = [[at.number(kind, stage, mb) for kind, mb in passes] for stage in (0, 1)]
+    order[1][1:2] = [order[1][1], order[1][4]]  # a weight gradient between them: no pair
+    del order[1][5]
+    assert at.time(order) == pytest.approx(simulate(at.schedule_of(order, "mine"), at.costs).makespan)
+
+
 @pytest.mark.parametrize("limit", [None, 4.0])
 def test_a_search_pairs_passes_to_hide_exchanges(limit):
     at = problem(limit=limit)

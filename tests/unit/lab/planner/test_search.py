@@ -325,6 +325,15 @@ def test_limits_bound_the_space() -> None:
     assert {found.name_of(i)["schedule"] for i in range(len(found))} == {"1f1b"}
 
 
+@pytest.mark.parametrize(
+    ("axis", "value"),
+    [("vpp", 2), ("mbs", 2), ("dbs", 8), ("ga", 2), ("recompute", "full"), ("sync", "streaming"), ("zero", 2)],
+)
+def test_every_row_has_the_value_of_an_axis_that_is_held(axis: str, value: object) -> None:
+    found = search(workload(gpus=32), Limits(fixed={axis: value}, most=dict(tp=2, pp=4)))
+    assert {found.name_of(index)[axis] for index in range(len(found))} == {value}
+
+
 def test_tensor_parallelism_stays_in_a_node() -> None:
     hardware = load_hardware("h100", gpus_per_node=2)
     found = search(replace(workload(), hardware=hardware))
