@@ -9,7 +9,21 @@ from megaaccum.config.rules import RULES, broken_rules
 from megaaccum.errors import ConfigError
 from tests.support.configs import make, plan
 from tests.unit.config.rules import model, parallel, sharding, step
-from tests.unit.config.rules.cases import COLD, EARLY, EXPERTS, FP8, LATENT, PP2, SAME, SPREAD, TP2, derived
+from tests.unit.config.rules.cases import (
+    BF16,
+    COLD,
+    COLUMNS,
+    EARLY,
+    EXPERTS,
+    FP8,
+    LATENT,
+    PACKED,
+    PP2,
+    SAME,
+    SPREAD,
+    TP2,
+    derived,
+)
 
 BROKEN = [*model.BROKEN, *parallel.BROKEN, *sharding.BROKEN, *step.BROKEN]
 
@@ -55,6 +69,21 @@ LEGAL: list[tuple[int, dict[str, object]]] = [
     (1, EXPERTS | dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True)),
     (1, EXPERTS | dict(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)),
     (1, EXPERTS | dict(moe_router_load_balancing_type="global_aux_loss")),
+    (1, EXPERTS | dict(moe_router_topk=1, moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)),
+    (1, EXPERTS | dict(moe_router_topk=1, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)),
+    (2, SPREAD | dict(moe_token_dispatcher_type="allgather")),
+    (2, SPREAD | SAME),
+    (2, SAME | BF16),
+    (1, LATENT | dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
+    (
+        1,
+        dict(recompute_granularity="selective", recompute_modules=["layernorm"], transformer_impl="transformer_engine"),
+    ),
+    (1, dict(sft=True, tokenizer_model="m", train_data_path=["a.jsonl"])),
+    (1, COLUMNS | dict(recompute_granularity="selective", recompute_modules=["mlp"])),
+    (2, TP2 | PACKED | dict(micro_batch_size=2)),
+    (1, dict(sync="streaming", max_live_parameters=1000, lr_scaling="sqrt", lr_reference_batch_size=8)),
+    (1, dict(apply_rope_fusion=True, position_embedding_type="rope", data_path=["a"], split="9,1,0")),
     (1, EXPERTS | dict(nonfinite="drop_microbatch", short_batch="pad")),
     (1, SAME | EXPERTS | dict(transformer_impl="transformer_engine", moe_token_dispatcher_type="allgather")),
     (1, SAME | EXPERTS | dict(sync="streaming", optimizer="muon", add_bias_linear=True)),
