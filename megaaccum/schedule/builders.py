@@ -87,11 +87,11 @@ class _VRank:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self._next = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
+        self._next = {(kind, chunk): 0 for kind in "FI" for chunk in (0, 1)}
         self._owed: deque[tuple[int, int]] = deque()
 
     def count(self, kind: Kind, chunk: int) -> int:
-        """How many there are of `kind`; a B counts as I and W."""
+        """How many there are of `kind`, F or I; a B counts as I."""
         return self._next[kind, chunk]
 
     def repeat(self, times: int, passes: str) -> None:
@@ -106,7 +106,6 @@ class _VRank:
             elif owed := next((at for at in self._owed if each[1:] in ("", str(at[0]))), None):
                 self._owed.remove(owed)
                 self.items.append(Action("W", *owed))
-                self._next["W", owed[0]] += 1
 
     def _next_of(self, written: str) -> Action:
         kind, chunk = cast("Kind", written[0]), int(written[1])
@@ -115,8 +114,6 @@ class _VRank:
         self._next[counted, chunk] += 1
         if kind == "I":
             self._owed.append((chunk, number))
-        elif kind == "B":
-            self._next["W", chunk] += 1
         return Action(kind, chunk, number)
 
 
@@ -145,7 +142,7 @@ def _zbv_rank(pp: int, rank: int, m: int) -> list[Item]:
     at.repeat(rank, "I0 I1")  # drain: input gradients first, others wait for them
     at.repeat(pp - rank, "I0 W0")
     for chunk in (1, 0):
-        at.repeat(m - at.count("W", chunk), f"W{chunk}")
+        at.repeat(m, f"W{chunk}")  # all that are owed
     return at.items
 
 

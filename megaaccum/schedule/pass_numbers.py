@@ -200,11 +200,9 @@ class Problem:
                 done.append(this)
                 at += 1
                 if other >= 0 and target[other] >= 0 and awaited[rank_of[target[other]]] == other:
-                    awaited[rank_of[target[other]]] = -1
                     ready.append(rank_of[target[other]])
                 fed = target[this]
                 if fed >= 0 and awaited[rank_of[fed]] == this:
-                    awaited[rank_of[fed]] = -1
                     ready.append(rank_of[fed])
             position[rank], free[rank] = at, now
         if len(done) < len(ends):

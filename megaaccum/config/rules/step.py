@@ -110,9 +110,9 @@ def _splits_differ(subject: Config) -> dict[str, str]:
             subject.quantization.fp8_format is not None,
             "its rounding hides what it looks for",
         ),
-        "rng megatron with dropout": (
+        "rng megatron with dropout or moe_input_jitter_eps": (
             run.rng == "megatron" and is_random(subject),
-            "another split draws other masks: set rng to sample, or dropout to 0",
+            "another split draws other numbers: set rng to sample, or both to 0",
         ),
         "moe_router_load_balancing_type global_aux_loss": (
             bool(model.num_experts) and "global_aux_loss" in model.moe_router_load_balancing_type,

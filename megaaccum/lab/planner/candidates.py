@@ -165,7 +165,7 @@ class Candidates:
         """pp_microbatches: as many as fill the pipeline (2 * pp), unless the device batch or ga is fixed."""
         if "dbs" in self.limits.fixed:
             chunks, rest = divmod(int(self.limits.fixed["dbs"]), micro)
-            return [chunks] if not rest and chunks and count % chunks == 0 else []
+            return [chunks] if not rest and count % chunks == 0 else []
         if "ga" in self.limits.fixed:
             steps = int(self.limits.fixed["ga"])
             return [count // steps] if count % steps == 0 else []

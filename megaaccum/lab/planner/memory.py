@@ -254,9 +254,8 @@ class MemoryModel:
     def _states(self, at: Layouts, params: Elements, chunks: list[Stage]) -> dict[str, np.ndarray]:
         """Parameters, gradients and optimizer state."""
         whole, zero = params.total + np.zeros(len(at)), np.zeros(len(at))
-        shards = at.dp * at.cp / self.replicas if self.sharded_over_dp else np.ones(len(at))
         shard = self._shard(at, params)
-        shared = params.plain * (shards > 1) + params.expert * (at.edp > 1)
+        shared = params.plain * (at.dp * at.cp > self.replicas) + params.expert * (at.edp > 1)
         streams = at.sync == SYNC_MODES.index("streaming")
         units = self.units(at, chunks) if streams.any() else Units(zero, zero)
         cache = self.weight_cache * self._of_layers(at, chunks) if self.weight_cache else zero

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from megaaccum.config import resolve
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.schema import BatchConfig
 from megaaccum.errors import ConfigError
@@ -150,6 +151,7 @@ def test_rounds_kept_apart_must_each_fill_the_pipeline() -> None:
     assert "flushes of pp_microbatches 2" in text
     assert "pp_microbatches to 4" in text
     assert "flush to merged" in text
+    assert "merged" not in problem(**sizes | dict(pp=5), flush="per_round"), "8 micro-batches are too few as well"
 
 
 def test_one_rank_needs_no_pipeline_to_fill() -> None:
@@ -183,6 +185,9 @@ def test_tokens_per_step_are_a_way_to_give_the_batch() -> None:
     settled = configs.plan(2, pp_microbatches=4, total_batch_size=64 * 4 * 2 * 3)
     assert (settled.batch.grad_accum_steps, settled.batch.tokens_per_step) == (3, 1536)
     assert configs.plan(2, pp_microbatches=None, device_batch_size=2, total_batch_size=512).batch.grad_accum_steps == 2
+    bare = configs.make(pp_microbatches=4, total_batch_size=1536)
+    bare.origin.clear()  # as of a Config that no loader made
+    assert resolve(bare, world_size=2).batch.tokens_per_step == 1536
 
 
 @pytest.mark.parametrize(

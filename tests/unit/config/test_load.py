@@ -191,6 +191,8 @@ def test_a_value_of_the_wrong_type_is_told(tmp_path: Path, text: str, expected: 
         ("ffn_hidden_size: none", "ffn_hidden_size", None),
         ("data_path: corpus", "data_path", ["corpus"]),
         ("zero_stage: '2'", "zero_stage", 2),
+        ("zero_stage: 2.0", "zero_stage", 2),
+        ("sync: Streaming", "sync", "streaming"),
         ("bf16: 'yes'", "bf16", True),
         ("moe_layer_freq: ([0]*3+[1]*2)", "moe_layer_freq", [0, 0, 0, 1, 1]),
         ("moe_layer_freq: 2", "moe_layer_freq", 2),
@@ -215,6 +217,11 @@ def test_infinity_is_no_number() -> None:
 
 def test_a_value_is_missing() -> None:
     assert problems(None, ["--lr", "--bf16"]) == ["--lr needs a value."]
+
+
+def test_only_a_switch_is_negated() -> None:
+    (problem,) = problems(None, ["--no-lr"])
+    assert problem.startswith("command line: unknown key --no-lr")
 
 
 def test_a_stray_word_is_told() -> None:

@@ -76,6 +76,9 @@ def test_everything_that_can_be_derived_is() -> None:
     }  # fmt: skip
 
 
+SFT = dict(sft=True, tokenizer_model="m", data_path=["chats.jsonl"], vocab_size=100)
+
+
 @pytest.mark.parametrize(
     ("keys", "derived"),
     [
@@ -96,6 +99,8 @@ def test_everything_that_can_be_derived_is() -> None:
         (dict(output_dir="out"), dict(save="out/checkpoints", data_cache_path="out/data")),
         (dict(add_bias_linear=True), dict(add_qkv_bias=True)),
         (dict(), dict(expert_tensor_parallel_size=1)),
+        (SFT, dict(reset_attention_mask=True, reset_position_ids=True)),
+        (SFT | dict(reset_attention_mask=False), dict(reset_attention_mask=False, reset_position_ids=True)),
     ],
 )
 def test_derived_values(keys: dict[str, object], derived: dict[str, object]) -> None:

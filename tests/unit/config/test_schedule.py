@@ -2,10 +2,12 @@
 
 import pytest
 
+from megaaccum.config.resolve import with_schedules
 from megaaccum.errors import ConfigError
 from megaaccum.schedule import build, write_csv
+from megaaccum.schedule.registry import set_shared_table
 from tests.support.check import run
-from tests.support.configs import plan
+from tests.support.configs import make, plan
 
 PP2 = dict(pipeline_model_parallel_size=2)
 
@@ -42,6 +44,30 @@ def test_ranks_that_read_another_table_do_not_agree(tmp_path):
         write_csv(build(name, pp=2, num_microbatches=6), path)
         digests.add(plan(2, schedule=path, pp_microbatches=6, **PP2).digest())
     assert len(digests) == 2
+
+
+def test_a_table_that_ranks_shared_holds_whatever_the_file_says(tmp_path):
+    path, text = str(tmp_path / "mine.csv"), tmp_path / "shared.csv"
+    own, shared = (build(name, pp=2, num_microbatches=6) for name in ("zb-h1", "gpipe"))
+    write_csv(own, path)
+    write_csv(shared, text)
+    for given, expected in ((text.read_text(), shared), (None, own)):
+        set_shared_table(path, given)
+        assert build(path, pp=2, num_microbatches=6).items == expected.items
+
+
+@pytest.mark.parametrize(
+    ("keys", "vpp"),
+    [
+        ({}, 2),
+        (dict(virtual_pipeline_model_parallel_size=4), 4),
+        (dict(num_layers_per_virtual_pipeline_stage=1), None),
+        (dict(pipeline_model_parallel_layout="Et|tt|tt|tttL"), None),
+    ],
+)
+def test_auto_tries_interleaved_with_the_chunks_that_are_given(keys, vpp):
+    tried = {each.parallel.schedule: each.parallel for each in with_schedules(make(schedule="auto", **PP2, **keys))}
+    assert tried["interleaved"].virtual_pipeline_model_parallel_size == vpp
 
 
 def test_a_table_without_a_weight_gradient(tmp_path):

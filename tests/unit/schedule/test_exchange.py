@@ -15,6 +15,7 @@ from megaaccum.lab.search.search import compare, search_order
 from megaaccum.pretrain.metrics.schedule_plots import exchanges, figure, text
 from megaaccum.schedule import Action, Costs, Pair, build, make_schedule, parse, simulate, validate
 from megaaccum.schedule.exchange import Layer, together
+from megaaccum.schedule.memory import Memory
 from megaaccum.schedule.pass_numbers import Problem
 
 EXPERTS = LayerCost(forward=4.0, input_grad=4.0, weight_grad=2.0, exchange=0.5, experts=2 / 3)
@@ -99,6 +100,13 @@ def _pairs(schedule) -> list[Pair]:
     return [item for rank in schedule.items for item in rank if isinstance(item, Pair)]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
+def test_an_order_of_halves_is_the_table_of_full_backwards(name):
+    schedule = build(name, pp=2, num_microbatches=8)
+    at = Problem(Costs(forward=1, input_grad=1, weight_grad=1), stages=schedule.stages, num_microbatches=8)
+    assert at.schedule_of(at.order_of(schedule), name).items == schedule.items
+
+
 def test_an_order_with_pairs_is_the_table_with_pairs():
     schedule, at = build("dualpipev", pp=2, num_microbatches=8), problem()
     order = at.order_of(schedule)
@@ -108,6 +116,21 @@ def test_an_order_with_pairs_is_the_table_with_pairs():
     assert at.time(order) == pytest.approx(simulate(schedule, at.costs).makespan)
     peaks = [at.peak(passes) for passes in order]
     assert peaks == pytest.approx(at.memory.peaks(schedule))
+    f0, f1, f2, b0, b1 = (at.number(kind, 0, mb) for kind, mb in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)))
+    half = Memory(activation=(2,) * 4, deferred=(1,) * 4, state=(0,) * 4)
+    tight = Problem(at.costs, stages=at.stages, num_microbatches=8, memory=half)
+    assert tight.peak([f0, b0, f1]) == tight.peak([f0, f1]) == 4, "a pair holds both at once"
+    assert at.paired([[f0, b0], [f0, f1, b0, f2, b1]]) == [[f0, b0], [f0, b0, f1, b1, f2]]
+
+
+def test_a_rank_that_waits_for_a_pairs_forward_goes_on():
+    """Rank 1 waits for the second forward, which rank 0 fuses with its first backward."""
+    at = Problem(PROFILE.costs(even_cut(PROFILE, 2)), stages=((0,), (1,)), num_microbatches=2)
+    passes = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    order = [[at.number(kind, stage, mb) for kind, mb in passes] for stage in (0, 1)]
+    order[1][1:2] = [order[1][1], order[1][4]]  # a weight gradient between them: no pair
+    del order[1][5]
+    assert at.time(order) == pytest.approx(simulate(at.schedule_of(order, "mine"), at.costs).makespan)
 
 
 @pytest.mark.parametrize("limit", [None, 4.0])

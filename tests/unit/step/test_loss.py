@@ -1,7 +1,9 @@
-"""Numbers of loss functions that lie in host memory, on a machine with a GPU."""
+"""Results of loss functions, and numbers that lie in host memory on a machine with a GPU."""
 
+import pytest
 import torch
 
+from megaaccum.errors import StepError
 from megaaccum.step import loss
 from megaaccum.step.loss import ReportReducer, Tally, read_triple
 from tests.support.device_lint import following, on_gpu
@@ -43,3 +45,10 @@ def test_the_host_waits_for_no_weight():
         read_triple((on_gpu(torch.ones(())), torch.tensor(4.0), {}))
         Tally().add(5.0)
     assert pinned == [4.0, 5.0]
+
+
+def test_a_tensor_of_one_element_is_a_number_and_one_of_two_is_none():
+    total, weight, _ = read_triple((torch.ones(1), torch.ones(1), {}))
+    assert total.shape == weight.shape == ()
+    with pytest.raises(StepError, match=r"weight has to be one number, not a tensor of shape \(2,\)"):
+        read_triple((torch.ones(()), torch.ones(2), {}))

@@ -17,6 +17,14 @@ BROKEN: list[Case] = [
         GLOBAL | dict(verify_at_start=True),
         ["global_aux_loss", "set it to aux_loss"],
     ),
+    (
+        "start_can_be_verified",
+        1,
+        EXPERTS
+        | dict(verify_at_start=True, rng="megatron", attention_dropout=0.0, hidden_dropout=0.0)
+        | dict(megatron=dict(moe_input_jitter_eps=0.01)),
+        ["moe_input_jitter_eps", "set rng to sample, or both to 0"],
+    ),
     ("start_can_be_verified", 1, FP8 | dict(verify_at_start=True), ["fp8_format hybrid", "rounding"]),
     (
         "watchdog_is_first",
@@ -184,6 +192,8 @@ BROKEN: list[Case] = [
     ),
     ("split_shares", 1, dict(split="a,b"), ["'a,b'", "969,30,1"]),
     ("split_shares", 1, dict(split="0,1,1"), ["'0,1,1'"]),
+    ("split_shares", 1, dict(split="inf,1,1"), ["'inf,1,1'"]),
+    ("split_shares", 1, dict(split="3,-1,1"), ["'3,-1,1'"]),
     ("split_shares", 1, dict(split="1,1,1,1"), ["'1,1,1,1'"]),
     ("blends", 1, dict(data_path=[]), ["data_path is empty"]),
     ("blends", 1, dict(data_path=["0.5", "a", "b"]), ["0.5 a b", "alternates"]),

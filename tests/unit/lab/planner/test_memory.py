@@ -64,6 +64,13 @@ def test_context_parallelism_divides_tokens() -> None:
     assert per_layer(flash=True, cp=4) == pytest.approx(per_layer(flash=True) / 4)
 
 
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (4, 1), (2, 2)])
+def test_logits_of_one_micro_batch_are_cut_over_tp_and_cp(tp: int, cp: int) -> None:
+    """16-bit logits, their gradient and the FP32 softmax: 8 bytes for each token and entry."""
+    small, large = (activations.loss(gpt(), rows, layout(tp=tp, cp=cp), Kernels())[0] for rows in (1000, 33000))
+    assert large - small == SEQ * MICRO * 32000 * 8 / (tp * cp)
+
+
 def test_eight_bit_inputs_are_half_as_large() -> None:
     at = layout()
     wide = activations.layer(gpt(), at, Kernels(), moe=False)

@@ -6,6 +6,7 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import expected, micro_batch, sync_mode
+from megaaccum.pretrain.model.layers import Layers
 from megaaccum.units import GIB
 from tests.support.check import run
 from tests.support.configs import plan
@@ -48,6 +49,17 @@ def test_it_is_the_fastest_of_those_that_fit(layout) -> None:
     assert tight.batch.micro_batch_size <= 4
     assert "8 would not fit" in tight.notes[-1]
     assert "Seconds are those on a100_80, whichever GPU runs it: set micro_batch_size where" in tight.notes[-1]
+
+
+def test_what_fits_depends_on_the_layers_that_run() -> None:
+    """At 1.5 GiB: with 8 sequences of 512 tokens, scores that are kept take another GiB."""
+    kept, fused = (Layers(impl="local", fused_attention=each) for each in (False, True))
+    given, free = of(micro_batch_size=8, memory_gib=1.5), of(memory_gib=1.5)
+    assert micro_batch.choose_micro_batch(given, layers=fused).batch.micro_batch_size == 8
+    with pytest.raises(ConfigError, match="lower micro_batch_size"):
+        micro_batch.choose_micro_batch(given, layers=kept)
+    most = [micro_batch.choose_micro_batch(free, layers=each).notes[-1] for each in (kept, fused)]
+    assert "8 would not fit" in most[0] and "8 would not fit" not in most[1]
 
 
 def test_the_memory_of_the_device_is_a_limit_too() -> None:

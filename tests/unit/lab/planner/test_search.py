@@ -294,6 +294,8 @@ def test_a_flush_has_as_many_microbatches_as_the_file_allows() -> None:
     fixed = Limits(fixed=dict(cp=1, tp=8, pp=16))
     with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches .* raise global_batch_size to 64, or"):
         search(workload(gpus=256, global_batch_size=32), fixed)
+    with pytest.raises(ConfigError, match=r"has the 2 \* pp micro-batches .* raise global_batch_size to 32, or"):
+        search(workload(gpus=256, global_batch_size=31), Limits(fixed=dict(tp=8, pp=16)))  # cp 2 leaves dp 1
     work = workload(gpus=256, global_batch_size=32, allow_underfilled_pipeline=True)
     found = search(work, fixed)
     assert set(found.layouts.num_microbatches) == {16}
@@ -321,6 +323,15 @@ def test_limits_bound_the_space() -> None:
     at = found.layouts
     assert (at.pp.max(), at.tp.max(), at.cp.max()) == (2, 2, 1)
     assert {found.name_of(i)["schedule"] for i in range(len(found))} == {"1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("axis", "value"),
+    [("vpp", 2), ("mbs", 2), ("dbs", 8), ("ga", 2), ("recompute", "full"), ("sync", "streaming"), ("zero", 2)],
+)
+def test_every_row_has_the_value_of_an_axis_that_is_held(axis: str, value: object) -> None:
+    found = search(workload(gpus=32), Limits(fixed={axis: value}, most=dict(tp=2, pp=4)))
+    assert {found.name_of(index)[axis] for index in range(len(found))} == {value}
 
 
 def test_tensor_parallelism_stays_in_a_node() -> None:

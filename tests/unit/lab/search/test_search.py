@@ -101,6 +101,7 @@ def test_bounds_that_are_reached():
     tight = bound(
         build("zb-h1", pp=4, num_microbatches=8), Costs.per_rank(1, 1, 1, chunks=1), Memory.counted(4), limit=2
     )
+    assert tight.by_work(0) == pytest.approx(24 + 7 - 2), "two forwards in the 7 before the first input gradient"
     # Two places, each taken for 9 by a micro-batch, four times, and one forward and one weight gradient to take turns.
     assert tight.by_area(0) == pytest.approx(8 * 9 / 2 + 1)
 
@@ -279,8 +280,9 @@ def test_bad_input(tmp_path):
         Profile(pattern="T", kinds={"T": LayerCost(forward=0, input_grad=0, weight_grad=0)})
     stages = stage_map("loop", pp=2, chunks=1)
     for costs in (Costs(forward=(1, 0), input_grad=(1, 0), weight_grad=(1, 0)),
+                  Costs(forward=1, input_grad=(1, -1), weight_grad=1),
                   Costs(forward=(1, float("nan")), input_grad=1, weight_grad=1)):  # fmt: skip
-        with pytest.raises(ScheduleError, match="stage 1 takes"):
+        with pytest.raises(ScheduleError, match=r"stage 1 takes (no time|nan|-1)"):
             Problem(costs, stages=stages, num_microbatches=4)
     with pytest.raises(ScheduleError, match=r"rank 0 needs 1 \(0 of it state\); rank 1 needs 1"):
         Problem(Costs(forward=1, input_grad=1, weight_grad=1), stages=stages, num_microbatches=4, limit=0.5)
