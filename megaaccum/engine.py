@@ -137,9 +137,6 @@ class Engine:
         self.groups, self.chunks, reducer = groups, chunks, ReportReducer(reports)
         self.shape: dict[str, Any] = {}
         """Properties that a checkpoint has to share with this model, beside the names and sizes of its parameters."""
-        for name, buffer in names.named_buffers(chunks):
-            if buffer.dtype.itemsize == 2 and name.endswith(".expert_bias"):
-                buffer.data = buffer.data.float()  # Megatron's Float16Module casts it, and its forward casts it back
         self._dtypes = {name: param.dtype for name, param in names.named_parameters(chunks)}
         self.trains = any_rank(any(param.requires_grad for chunk in chunks for param in chunk.parameters()))
         """Whether any rank trains a parameter; if none does, the engine has no optimizer."""

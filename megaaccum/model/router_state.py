@@ -17,6 +17,14 @@ from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megaaccum.distributed.groups import Groups
 
 
+def keep_fp32(chunk: torch.nn.Module) -> None:
+    """Hold a router's biases and counts of tokens in FP32, in which it makes them. Megatron's Float16Module casts them:
+    BF16 has no whole numbers between 256 and 258 (NVIDIA/Megatron-LM#7081)."""
+    for name, buffer in chunk.named_buffers():
+        if buffer.dtype.itemsize == 2 and name.endswith((".expert_bias", "tokens_per_expert", ".ga_steps")):
+            buffer.data = buffer.data.float()
+
+
 def begin_step(chunks: Sequence[torch.nn.Module]) -> None:
     """Forget the tokens that were counted for the bias, and for the global balancing loss, in an earlier step or in one
     that was skipped."""

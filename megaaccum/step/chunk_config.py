@@ -15,14 +15,18 @@ from megaaccum.config.rules.model import unfit_for_fusion
 from megaaccum.distributed.agreement import gathered, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.errors import ConfigError, listed, raise_problems
-from megaaccum.model import names
+from megaaccum.model import names, router_state
 from megaaccum.model.attention import accept_packed_sequences
 from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.model.unfit import module_problems, parameter_problems
 from megaaccum.sharding import DRIVEN, experts
+from megaaccum.step.side_losses import SideLosses
 
-HOOKS = ("no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func", "finalize_model_grads_func")
-"""Megatron's hooks, which the sharding backend fills."""
+HOOKS = (
+    "no_sync_func", "param_sync_func", "grad_sync_func", "grad_scale_func", "finalize_model_grads_func",
+    "moe_grad_scale_func", "mtp_grad_scale_func",
+)  # fmt: skip
+"""Megatron's hooks, which the sharding backend and `SideLosses` fill."""
 
 
 def prepare_together(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
@@ -58,6 +62,7 @@ def prepare(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module]) -> No
     for chunk in chunks:
         _answer_schedules(chunk)
         names.mark_cut_offsets(chunk)
+        router_state.keep_fp32(chunk)
         config: Any = chunk.config
         config.deallocate_pipeline_outputs = plan.layout.pp > 1
         config.variable_seq_lengths = plan.config.batch.variable_seq_lengths
@@ -188,9 +193,9 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
 def _config_problems(plan: Plan, config: Any) -> list[str]:
     """Keys that would change the gradient, and that the user has to decide."""
     problems = [
-        f"{name} of the chunks' configuration is set already; the sharding backend fills it: leave it None"
+        f"{name} of the chunks' configuration is set already; megaaccum fills it: leave it None"
         for name in HOOKS
-        if getattr(config, name, None) is not None
+        if getattr(getattr(config, name, None), "__module__", SideLosses.__module__) != SideLosses.__module__
     ]
     if getattr(config, "gradient_accumulation_fusion", False):
         unfit = unfit_for_fusion(plan.config.sharding, plan.layout.schedule)

@@ -9,7 +9,7 @@ import pytest
 
 from megaaccum.errors import ConfigError
 from megaaccum.lab.verification.testing import run_ranks
-from tests.support.parity import Case, Rig, one_process
+from tests.support.parity import VOCAB, Case, Rig, microbatches, one_process
 
 EXPERTS = (
     "--num_experts 4 --no_add_bias_linear --moe_router_topk 2 --moe_router_score_function sigmoid "
@@ -99,6 +99,29 @@ def test_the_bias_moves_as_megatron_moves_it_and_not_in_a_skipped_step():
     for stage in range(2):
         one, other = (rank.after for rank in ranks if rank.stage == stage)
         assert one == other
+
+
+def counted_in_a_cast_model() -> list[float]:
+    """A router's counts in a step of 8 micro-batches of 256 tokens, each with two experts, of a model cast to BF16 as by
+    Megatron's Float16Module: of tokens for its bias and for the global balancing loss, and of micro-batches."""
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from megaaccum.pretrain.model import gpt
+    from tests.support.engines import forward_step
+
+    case = Case(1, "--micro_batch_size 16 --global_batch_size 128 --grad_accum_steps 8", EXPERTS, "bf16")
+    plan = case.plan()
+    built = groups.build(plan.layout, timeout_minutes=1)
+    chunks = [chunk.bfloat16() for chunk in gpt.build_chunks(plan, built, vocab_size=VOCAB)]
+    engine = initialize(plan, chunks, groups=built, forward_step_func=forward_step)
+    engine.train_step(microbatches(plan, 0))
+    router = next(m for m in chunks[0].modules() if getattr(m, "expert_bias", None) is not None)
+    counts = router.local_tokens_per_expert.double(), router.global_tokens_per_expert.double(), router.ga_steps
+    return [float(count.sum()) for count in counts]
+
+
+def test_a_cast_model_counts_every_token():
+    assert run_ranks(counted_in_a_cast_model, 1) == [[8 * 256 * 2, 8 * 256 * 2, 8]]
 
 
 def build(flags: str) -> str:
