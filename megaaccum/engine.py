@@ -404,11 +404,18 @@ class Engine:
         trained parameters the weights alone. Returns whether there is one. The layout may differ from that of the save.
         A damaged checkpoint is reported, and the one before it is loaded. Raises CheckpointError, or ConfigError if
         these ranks cannot take its batch warm-up, on every rank, with the engine as it was, without its open step; any
-        other error leaves weights of no step. With `no_load_optim` the optimizer and its schedule begin."""
+        other error leaves weights of no step. With `no_load_optim` the optimizer and its schedule begin; `load_step`
+        names the checkpoint, and with `no_load` nothing is loaded."""
+        run = self.plan.config.run
         raise_on_all_ranks(resume.check_kept, self._unkept)
+        if run.finetune or run.reset_iteration:
+            raise ConfigError(
+                "finetune and reset_iteration are keys of `megaaccum train`, but Engine.load continues at the"
+                " checkpoint's step: leave them out, and to begin at step 0 give weights to engine.load_weights"
+            ).printed_once()
         with self.groups.current():
             self.train_steps.abandon()
-            return resume.first_good(folder, self._load, self.print) is not None
+            return bool(not run.no_load and resume.first_good(folder, self._load, self.print, step=run.load_step))
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)

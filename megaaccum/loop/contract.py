@@ -165,10 +165,6 @@ class LoopStep:
             print(f"step {result.step}: {result.note}{' (skipped)' if result.skipped else ''}", flush=True)
         return not result.skipped, result.grad_norm
 
-    def whole(self) -> AbstractContextManager[None]:
-        """Context in which parameters are whole; no flush may be open."""
-        return self.backend.whole()
-
     def adopt(self) -> None:
         """Make the weights those that were written into the backend's state."""
         self.backend.adopt_state(self.transaction.num_updates)
@@ -242,9 +238,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """End the flush."""
         if force_all_reduce:
-            raise ConfigError(
-                "force_all_reduce (save_wgrads_interval) needs whole gradients: leave it out"
-            ).printed_once()
+            raise ConfigError("force_all_reduce (save_wgrads_interval) needs whole gradients: omit it").printed_once()
         self._step.finish_grad_sync()
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -260,12 +254,12 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The chunk's state_dict with whole tensors, in host memory."""
-        with self._step.whole():
+        with self._step.backend.whole():
             return loop_checkpoint.copied(self.module.state_dict(*args, **kwargs))
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The chunk's state_dict for checkpoints with whole tensors, in host memory."""
-        with self._step.whole():
+        with self._step.backend.whole():
             return loop_checkpoint.copied(self.module.state_dict_for_save_checkpoint(*args, **kwargs))  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
@@ -324,7 +318,7 @@ class LoopOptimizer(MegatronOptimizer):  # type: ignore[misc]  # Megatron-core h
         """
         step = self._step
         if state_dict is None:
-            with step.whole():
+            with step.backend.whole():
                 loop_checkpoint.copy_in(step.backend, dict(names.named_parameters(step.chunks)))
         else:
             for number, chunk in enumerate(step.chunks):
@@ -424,7 +418,7 @@ def wrap(
     step.fill_hooks()
     for chunk in bare:
         if hasattr(chunk, "sharded_state_dict"):
-            loop_checkpoint.write_whole(chunk, step.whole)
+            loop_checkpoint.write_whole(chunk, step.backend.whole)
     if dist.get_rank() == 0:
         print(f"megaaccum: {NOT_HERE}.", flush=True)
     settings = OptimizerConfig(optimizer="adam", clip_grad=plan.config.optimizer.clip_grad)

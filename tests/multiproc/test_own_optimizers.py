@@ -287,6 +287,29 @@ def into_a_schedule(folder: str) -> tuple[str, int, float, str]:
     return refused, *at, said(lambda: made([]).load(folder))
 
 
+def by_keys(folder: str) -> dict[str, object]:
+    """Steps, the second of which is saved, after a load under each key of `megaaccum train`, or the error."""
+    from tests.multiproc.test_engine_inputs import batches, chunk_of, engine, said
+
+    keys = dict(batch=dict(micro_batch_size=1, seq_length=16, grad_accum_steps=4), sharding=dict(backend="ddp"))
+    one = engine(lambda rank: chunk_of(0, 1), keys=keys)
+    for _ in range(3):
+        one.train_step(batches(4))
+        one.save(folder)
+    seen: dict[str, object] = {}
+    for name, value in dict(load_step=2, no_load=True, finetune=True, reset_iteration=True).items():
+        made = engine(lambda rank: chunk_of(0, 1), keys=keys | dict(run={name: value}))
+        seen[name] = said(lambda made=made: made.load(folder)) or made.step
+    return seen
+
+
+def test_a_load_heeds_or_refuses_the_keys_of_train(tmp_path):
+    (seen,) = run_ranks(by_keys, 1, str(tmp_path))
+    assert (seen["load_step"], seen["no_load"]) == (2, 0)
+    for name in ("finetune", "reset_iteration"):
+        assert "keys of `megaaccum train`" in seen[name] and "engine.load_weights" in seen[name]
+
+
 def test_a_run_without_a_schedule_continues_with_one_where_that_is_permitted(tmp_path):
     ((refused, step, lr, back),) = run_ranks(into_a_schedule, 1, str(tmp_path))
     text = "learning-rate schedule (lr and train_iters): the checkpoint was made with {}, the configuration says {}"

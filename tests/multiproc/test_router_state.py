@@ -102,8 +102,8 @@ def test_the_bias_moves_as_megatron_moves_it_and_not_in_a_skipped_step():
 
 
 def counted_in_a_cast_model() -> list[float]:
-    """A router's counts in a step of 8 micro-batches of 256 tokens, each with two experts, of a model cast to BF16 as by
-    Megatron's Float16Module: of tokens for its bias and for the global balancing loss, and of micro-batches."""
+    """A router's counts in a step of 8 micro-batches of 256 tokens, each with two experts, of a model cast to BF16, as
+    Megatron's Float16Module is: of tokens for its bias and for the global balancing loss, and of micro-batches."""
     from megaaccum.distributed import groups
     from megaaccum.engine import initialize
     from megaaccum.pretrain.model import gpt

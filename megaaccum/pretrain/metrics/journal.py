@@ -9,9 +9,11 @@ import json
 import math
 import mmap
 import os
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +34,8 @@ KINDS = ("train", "valid", "text_comparisons", "sample", "start", "end")
 continues after `step` (0: a fresh run), the end of a start that was not killed."""
 _FORMER_KINDS = ("core_metric",)
 """Kinds that journals of earlier versions hold."""
+_GOOD_STEP = re.compile(rb'\{"kind": "train", "step": (\d+),(?!.*"skipped": true)')
+"""The line of a step that was not skipped."""
 
 
 class Journal:
@@ -85,19 +89,19 @@ def read(path: Path) -> list[Record]:
 
     Raises MegaaccumError, with the line's number, if an unreadable line is before a good one.
     """
-    return kept(lines(path))
+    return [record for record, is_kept in kept(path) if is_kept]
 
 
-def kept(records: Iterable[Record]) -> list[Record]:
-    """The records that `read` returns, of all those of `lines`."""
-    found: list[Record] = []
-    for record in records:
-        if record["kind"] == "start":
-            while found and found[-1]["step"] > record["step"]:
-                found.pop()
-        elif record["kind"] != "end":
-            found.append(record)
-    return found
+def kept(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[tuple[Record, bool]]:
+    """Every record of `lines`, with whether `read` returns it. Holds one record at a time."""
+    starts = [parse(line) for _, _, line in _forwards(path) if b'"start"' in line]
+    steps = [record["step"] for record in starts if record is not None and record["kind"] == "start"]
+    # The last step that no later start repeats; the first start's is at the end.
+    lasts = [*accumulate(reversed(steps), min, initial=math.inf)]
+    for record in lines(path, wanted):
+        if record["kind"] == "start" and len(lasts) > 1:  # a run that continues may have begun another since
+            lasts.pop()
+        yield record, record["kind"] not in ("start", "end") and record["step"] <= lasts[-1]
 
 
 def parts(path: Path) -> list[Path]:
@@ -107,24 +111,32 @@ def parts(path: Path) -> list[Path]:
     return [*sorted(before, key=lambda each: int(each.suffix[1:])), path]
 
 
-def lines(path: Path) -> Iterator[Record]:
-    """Every record of a journal, in order, including starts, ends and repeated steps. Raises MegaaccumError as `read`
-    does."""
+def lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[Record]:
+    """Every record of a journal, in order, including starts, ends and repeated steps. wanted: of a step's number; other
+    steps that were not skipped are passed over, in a tenth of the time. Raises MegaaccumError as `read` does."""
     unreadable: tuple[Path, int, bytes] | None = None
+    for part, number, line in _forwards(path):
+        if wanted is not None and (head := _GOOD_STEP.match(line)) and not wanted(int(head[1])):
+            continue
+        record = parse(line)
+        if record is None:
+            unreadable = unreadable or (part, number, line)
+        elif unreadable is not None:
+            raise MegaaccumError(
+                f"{unreadable[0]} is damaged: line {unreadable[1]} is not a record of a run:"
+                f" {unreadable[2][:60]!r}.\nMove the file away and start again: the run resumes from its"
+                " checkpoint, with a new log."
+            )
+        else:
+            yield record
+
+
+def _forwards(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    """(file, number in it, line) of each line of a journal, in order."""
     for part in parts(path):
         with open_regular(part) as file:
             for number, line in enumerate(file, start=1):
-                record = parse(line)
-                if record is None:
-                    unreadable = unreadable or (part, number, line)
-                elif unreadable is not None:
-                    raise MegaaccumError(
-                        f"{unreadable[0]} is damaged: line {unreadable[1]} is not a record of a run:"
-                        f" {unreadable[2][:60]!r}.\nMove the file away and start again: the run resumes from its"
-                        " checkpoint, with a new log."
-                    )
-                else:
-                    yield record
+                yield part, number, line
 
 
 def since_totals(path: Path) -> Iterable[Record]:

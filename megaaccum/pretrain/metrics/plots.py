@@ -21,6 +21,10 @@ Record = dict[str, Any]
 
 INK, TRAIN, VALID, RATE, SKIPPED = "#333333", "#2a6fbb", "#d1495b", "#6a994e", "#bc4749"
 TOKEN_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, ""))
+MOST_POINTS = 20_000
+"""Steps that are drawn of a longer run, besides its ends and those that were skipped."""
+DRAWN = ("kind", "step", "loss", "lr", "skipped")
+"""Fields of a record that are drawn or summed up."""
 SMOOTHING_SHARE = 0.03
 """Steps that one point of the smoothed loss averages, as a share of the steps shown."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from megaaccum.pretrain.metrics.summary import summarize
 
 TOTALS_EVERY = 1000
 """Steps between two records with totals, of which a resume reads no more."""
-MOST_POINTS = 20_000
-"""Steps of the picture at the end."""
 
 
 class RunLog:
@@ -154,8 +151,7 @@ class RunLog:
     def failed(self, error: BaseException) -> None:
         """Record in journal and receipt that the run ends with `error`, as far as they can be written."""
         if self._is_writer and not self._closed:
-            with suppress(MegaaccumError):
-                self._end(f"{type(error).__name__}: {error}", {})
+            self._end(f"{type(error).__name__}: {error}", {})
 
     def close(self, outcome: str = "Done", *, checkpoint: str = "", seconds: Mapping[str, float] | None = None) -> None:
         """Write what is left, draw the picture, and print the summary under the heading `outcome`. Closing twice is
@@ -175,7 +171,8 @@ class RunLog:
         self._journal.close()
         if self.problem is not None:
             raise self.problem
-        records = journal.kept(each for each in journal.lines(self._journal.path) if self._is_shown(each))
+        kept = journal.kept(self._journal.path, self._is_shown)
+        records = [{name: record.get(name) for name in plots.DRAWN} for record, is_kept in kept if is_kept]
         files: dict[str, Path | str] = {"checkpoint": checkpoint} if checkpoint else {}
         files |= {"log": self._journal.path} | self._draw(records)
         self.note(
@@ -207,9 +204,11 @@ class RunLog:
                 self._unwritten = None
             if record["kind"] != "train":
                 self._journal.append(record)
+            if record["kind"] == "end":
+                self._receipt.close(record["outcome"], record["step"], record["time"])
         except MegaaccumError as error:
             self.problem = self.problem or error
-            raise
+            return
         if record["kind"] != "end":
             self._services.add(record)
 
@@ -220,12 +219,7 @@ class RunLog:
 
     def _end(self, outcome: str, seconds: Record) -> None:
         """Write the last record of this start and the final receipt."""
-        record = {"kind": "end", "step": self._last_seen, "outcome": outcome, **seconds}
-        self._write(record)
-        try:
-            self._receipt.close(outcome, self._last_seen, record["time"])
-        except MegaaccumError as error:
-            self.problem = error
+        self._write({"kind": "end", "step": self._last_seen, "outcome": outcome, **seconds})
 
     def _is_recorded(self, record: Record) -> bool:
         """Whether a step has a line in the journal whatever comes after it."""
@@ -234,11 +228,9 @@ class RunLog:
         is_saved = run.save_interval > 0 and step % run.save_interval == 0
         return is_due or is_saved or bool(record.get("note") or record.get("skipped"))
 
-    def _is_shown(self, record: Record) -> bool:
-        """Whether the picture and the summary need a record: of a long run not every step."""
-        ends = (1, self._first_step, self._last_seen)
-        is_step = record["kind"] == "train" and not record.get("skipped") and record["step"] not in ends
-        return not is_step or record["step"] % (1 + self._last_seen // MOST_POINTS) == 0
+    def _is_shown(self, step: int) -> bool:
+        """Whether the picture and the summary need a step that was not skipped: of a long run not every one."""
+        return step in (1, self._first_step, self._last_seen) or step % (1 + self._last_seen // plots.MOST_POINTS) == 0
 
     def _draw(self, records: list[Record]) -> dict[str, Path | str]:
         if not any(record["kind"] == "train" for record in records):

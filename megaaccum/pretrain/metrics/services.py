@@ -150,9 +150,8 @@ class _Csv(_Service):
     def __init__(self, config: Config, start_step: int):
         self._folder = _folder(config, "csv_monitor")
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in (path for kind in KINDS for path in sorted(self._folder.glob(f"{kind}_*.csv"))):
-            if "." in path.stem:
-                continue  # of an earlier run, moved aside
+        found = [path for kind in KINDS for path in sorted(self._folder.glob(f"{kind}_*.csv"))]
+        for path in (path for path in found if "." not in path.stem):  # others are of an earlier run, moved aside
             if start_step == 0:
                 set_aside(path)
             else:

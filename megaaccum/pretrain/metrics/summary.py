@@ -18,9 +18,9 @@ def summarize(
         return f"{outcome}: no step was taken."
     num_skipped = sum(bool(record.get("skipped")) for record in train)
     rows = {"steps": f"{train[-1]['step']}" + (f", {num_skipped} of them skipped" if num_skipped else "")}
-    rows["training loss"] = _from_to(train)
+    rows["training loss"] = from_to(train)
     if valid := [record for record in records if record["kind"] == "valid"]:
-        rows["validation loss"] = _from_to(valid) + _share(valid)
+        rows["validation loss"] = from_to(valid) + _share(valid)
     rows |= {"time": f"{duration(seconds)} in this start", "goodput": goodput}
     rows |= {name: str(path) for name, path in files.items()}
     width = max(map(len, rows))
@@ -31,7 +31,8 @@ def _losses(records: list[Record]) -> list[float]:
     return [record["loss"] for record in records if record.get("loss") is not None]
 
 
-def _from_to(records: list[Record]) -> str:
+def from_to(records: list[Record]) -> str:
+    """The first and the last finite loss of `records`."""
     losses = _losses(records)
     return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "never a finite number"
 

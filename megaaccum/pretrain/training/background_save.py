@@ -28,7 +28,7 @@ class BackgroundSave:
     """A checkpoint that is written while training continues, from a copy of this rank's tensors.
 
     It becomes current as soon as all ranks have written, on a thread of rank 0. Construct and finish it on every rank.
-    `group` is `groups.for_background`'s; only one BackgroundSave may use it at a time.
+    `group` is `groups.for_background`'s; only one BackgroundSave may use it at a time. target: the final folder.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class BackgroundSave:
         pytorch.unwatched.add(group)  # what its thread sends is no step's
         written = written_tensors(backend, groups, buffers)
         self._files = Files(Path(folder), progress, keep_last, retain)
+        self.target = self._files.target
         self._current: Future[None] = Future()
         try:
             self._files.prepare(written.values(), groups.host)
@@ -75,11 +76,6 @@ class BackgroundSave:
             self._current.result()
         except CheckpointException as error:
             raise CheckpointError(cause(error)) from error
-
-    @property
-    def target(self) -> Path:
-        """The final folder of the checkpoint."""
-        return self._files.target
 
     def problem(self) -> CheckpointError | None:
         """The error of the save, if this rank knows of one already."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed.agreement import raise_on_all_ranks
 from megaaccum.engine import Engine
-from megaaccum.errors import MegaaccumError
 from megaaccum.pretrain.data.dataset import Datasets
 from megaaccum.pretrain.data.loader import MicrobatchLoader
 from megaaccum.pretrain.data.shared import SharedLoader
@@ -33,9 +32,7 @@ def evaluate(engine: Engine, data: Datasets, log: RunLog) -> None:
             loss, count = engine.evaluate(microbatches, problem)
             loader.commit(engine.plan.batch.global_batch_size)
             total, weight = total + loss * count, weight + count
-    record = {"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples}
-    with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-        log.evaluation(record)
+    log.evaluation({"step": engine.step, "loss": total / max(weight, 1), "consumed_samples": engine.consumed_samples})
 
 
 class Texts:
@@ -55,24 +52,21 @@ class Texts:
         """Run what is due after `step`. Collective over the world."""
         due = [key for key, interval in self._every.items() if interval and (is_last or step % interval == 0)]
         for key in due:
-            record = self._compare(step) if key == "text_comparisons_every" else self._sample(step)
-            with suppress(MegaaccumError):  # log.problem ends the run before the next step, on every rank
-                self._log.add_text(*record)
+            assert self._tokenizer is not None
+            record = (self._compare if key == "text_comparisons_every" else self._sample)(step, self._tokenizer)
+            self._log.add_text(*record)
 
-    def _compare(self, step: int) -> _Record:
-        assert self._tokenizer is not None
-        tokenizer = self._tokenizer
+    def _compare(self, step: int, tokenizer: Any) -> _Record:
         found = compare_texts(self._engine, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
         text = f"text comparisons: accuracy {found['accuracy']:.1%}, centered {found['centered_accuracy']:.3f}"
         return "text_comparisons", {"step": step, **found}, text
 
-    def _sample(self, step: int) -> _Record:
-        assert self._tokenizer is not None
+    def _sample(self, step: int, tokenizer: Any) -> _Record:
         train, most = self._data.train, min(NUM_PROMPT, self._engine.batch.seq_length - 1)
         first = raise_on_all_ranks(train.__getitem__, train.spans[0].start)  # a resumed run has none before its spans
         prompt = first["tokens"][:most].tolist()
-        drawn = sample(self._engine, prompt, vocab_size=self._tokenizer.get_vocab_size())
-        before, text = self._tokenizer.decode(prompt), self._tokenizer.decode(drawn)
+        drawn = sample(self._engine, prompt, vocab_size=tokenizer.get_vocab_size())
+        before, text = tokenizer.decode(prompt), tokenizer.decode(drawn)
         return "sample", {"step": step, "prompt": before, "text": text}, f"sample {before!r} -> {text!r}"
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,5 @@ def log_step(log: RunLog, engine: Engine, result: StepResult, batch: BatchPlan) 
     if engine.plan.config.sharding.fp16:
         record["loss_scale"] = result.loss_scale
     record |= {name: value for name in ("sanitized", "note") if (value := getattr(result, name))}
-    with suppress(MegaaccumError):  # on rank 0 alone; log.problem ends the run before the next step, on every rank
-        log.step(record)
+    log.step(record)
     log.step_note(result.step, f"{result.note}{' (skipped)' if result.skipped else ''}" if result.note else "")

@@ -12,6 +12,7 @@ import pytest
 from megaaccum import cli
 from megaaccum.lab.planner import expected
 from megaaccum.pretrain.metrics import receipts
+from megaaccum.pretrain.metrics.report.run import Run
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.model.layers import choose
 from tests.support.configs import plan
@@ -92,6 +93,19 @@ def test_the_page_of_a_run_with_restarts(tmp_path, capsys):
     assert not {"script", "link", "img", "iframe", "object", "b"} & set(page.tags)
     assert all(load.startswith("#") for load in page.loads)
     assert "default-src 'none'" in (run / "report.html").read_text()
+
+
+def test_of_a_long_run_few_steps_are_held_and_numbers_are_of_all(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", steps=30)
+    whole = Run.read(folder)
+    monkeypatch.setattr("megaaccum.pretrain.metrics.report.run.MOST_SHOWN", 5)
+    few = Run.read(folder)
+    steps = [each["step"] for each in few.train]
+    assert [each["step"] for each in whole.train] == list(range(1, 59))
+    assert steps == [1, 3, 12, 24, 36, 48, 58]  # the ends, the skipped one, every twelfth
+    assert few.numbers == whole.numbers and len(few.numbers["mfu"]) == 0
+    assert len(few.numbers["seconds_per_step"]) == 58 - 2  # without the first of each start
+    assert few.goodput.seconds == whole.goodput.seconds
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -9,7 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megaaccum.pretrain.metrics.report import charts
-from megaaccum.pretrain.metrics.report.run import Run, differing
+from megaaccum.pretrain.metrics.report.run import MEDIANS, Run, differing
+from megaaccum.pretrain.metrics.summary import from_to
 from megaaccum.units import amount, duration
 
 OFF = 0.1
@@ -116,24 +118,13 @@ def _facts(run: Run) -> list[str]:
 
 def _figures(run: Run) -> list[tuple[str, str]]:
     """The run in a few numbers."""
-    losses = [each["loss"] for each in run.train if each.get("loss") is not None]
-    valid = [each["loss"] for each in run.valid if each.get("loss") is not None]
     rows = [
         ("steps", f"{run.train[-1]['step']:,}" if run.train else "none"),
-        ("training loss", f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "unknown"),
-        ("validation loss", f"{valid[0]:.4f} → {valid[-1]:.4f}" if valid else "not evaluated"),
+        ("training loss", from_to(run.train)),
+        ("validation loss", from_to(run.valid) if run.valid else "not evaluated"),
     ]
-    for name, key, form in (
-        ("seconds per step, median", "seconds_per_step", "{:,.4g}"),
-        ("tokens per second, median", "tokens_per_second", "{:,.0f}"),
-        ("TFLOP/s per rank, median", "tflops_per_second_per_rank", "{:,.4g}"),
-        ("MFU, median", "mfu", "{:.1%}"),
-        ("tokens of the fullest expert over the mean, median", "expert_imbalance", "{:.2f}"),
-        ("tokens of the fullest expert rank over the mean, median", "expert_rank_imbalance", "{:.2f}"),
-        ("dropped tokens, median", "expert_dropped_share", "{:.1%}"),
-    ):
-        value = run.median(key)
-        rows += [] if value is None else [(name, form.format(value))]
+    medians = [(*MEDIANS[key], statistics.median(each)) for key, each in run.numbers.items() if each]
+    rows += [(f"{name}, median", form.format(value)) for name, form, value in medians]
     return [*rows, ("goodput", f"{run.goodput.share:.1%} of {duration(run.goodput.total)}")]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,64 @@ MEASURED_AS = {
 """The planner's kinds of memory in each measured kind."""
 
 
+MEDIANS = {
+    "seconds_per_step": ("seconds per step", "{:,.4g}"),
+    "tokens_per_second": ("tokens per second", "{:,.0f}"),
+    "tflops_per_second_per_rank": ("TFLOP/s per rank", "{:,.4g}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "expert_imbalance": ("tokens of the fullest expert over the mean", "{:.2f}"),
+    "expert_rank_imbalance": ("tokens of the fullest expert rank over the mean", "{:.2f}"),
+    "expert_dropped_share": ("dropped tokens", "{:.1%}"),
+}
+"""Name and format of each number of a step whose median is shown."""
+MOST_SHOWN = 4000
+"""Steps of a long run that are drawn, besides its ends and those that were skipped."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run. folder: its output_dir. starts: its receipts, in order, at least one. lines: its journal."""
+    """A run. folder: its output_dir. starts: its receipts, in order, at least one. train: the steps that it kept and
+    that are drawn; valid: the evaluations that it kept. numbers: of all kept steps but the first of each start, which
+    sets up. goodput: over all starts."""
 
     folder: Path
     starts: list[Record]
-    lines: list[Record]
+    train: list[Record]
+    valid: list[Record]
+    numbers: dict[str, array[float]]
+    goodput: Goodput
 
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Read the run in `folder`. Raises MegaaccumError if there are no receipts, one is of a later version, or the
         journal is damaged."""
         starts, path = receipts.read_all(folder), folder / "log.jsonl"
-        return cls(folder, starts, list(journal.lines(path)) if path.exists() else [])
+        last = starts[-1]["first_step"] + starts[-1]["measured"].get("num_steps", 0)
+        train: list[Record] = []
+        valid: list[Record] = []
+        numbers = {name: array("d") for name in MEDIANS}
+
+        def collected() -> Iterator[Record]:
+            sets_up = set()
+            for record, is_kept in journal.kept(path) if path.exists() else ():
+                if record["kind"] == "start":
+                    sets_up.add(record["step"] + 1)
+                elif is_kept and record["kind"] == "valid":
+                    valid.append(record)
+                elif is_kept and record["kind"] == "train":
+                    if len(train) > 1 and train[-1]["step"] % (1 + last // MOST_SHOWN) and not train[-1].get("skipped"):
+                        train.pop()
+                    train.append(record)
+                    for name, each in numbers.items() if record["step"] not in sets_up else ():
+                        each.extend([record[name]] if record.get(name) is not None else [])
+                yield record
+
+        return cls(folder, starts, train, valid, numbers, Goodput(collected()))
 
     @property
     def last(self) -> Record:
         """The receipt of the last start."""
         return self.starts[-1]
-
-    @cached_property
-    def train(self) -> list[Record]:
-        """The steps that the run kept."""
-        return [each for each in journal.kept(self.lines) if each["kind"] == "train"]
-
-    @cached_property
-    def valid(self) -> list[Record]:
-        """The evaluations that the run kept."""
-        return [each for each in journal.kept(self.lines) if each["kind"] == "valid"]
-
-    @cached_property
-    def goodput(self) -> Goodput:
-        """The goodput over all starts."""
-        return Goodput(self.lines)
 
     @property
     def keys(self) -> dict[str, Record]:
@@ -67,13 +90,6 @@ class Run:
     def events(self) -> list[Record]:
         """The events of all receipts, each with the number of its start."""
         return [{"start": each["number"], **event} for each in self.starts for event in each["events"]]
-
-    def median(self, name: str) -> float | None:
-        """The median of `name` over the steps, except the first of each start, which sets up; None if no step has
-        it."""
-        begins = {each["step"] + 1 for each in self.lines if each["kind"] == "start"}
-        found = [each[name] for each in self.train if each.get(name) is not None and each["step"] not in begins]
-        return statistics.median(found) if found else None
 
     def against_plan(self) -> Iterator[tuple[str, float | None, float | None]]:
         """Yields (name with its unit, planned, measured) of rank 0, of the last start."""

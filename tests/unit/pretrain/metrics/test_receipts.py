@@ -248,9 +248,8 @@ def test_a_receipt_that_cannot_be_written_ends_the_run_as_a_journal_does(tmp_pat
     (tmp_path / "receipts").write_text("a file")
     for number in range(1, 4):
         log.step(step(number))
-    with pytest.raises(MegaaccumError, match=r"start_1\.json cannot be written"):
-        log.step(step(4))
-    assert log.problem is not None
+    log.step(step(4))
+    assert "start_1.json cannot be written" in str(log.problem)
 
 
 def test_reading_receipts_needs_no_torch():

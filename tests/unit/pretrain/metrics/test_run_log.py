@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -244,7 +245,7 @@ def test_a_thinned_journal_has_every_skipped_step(tmp_path, capsys):
 
 
 def test_the_picture_of_a_long_run_has_points_enough(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("megaaccum.pretrain.metrics.run_log.MOST_POINTS", 100)
+    monkeypatch.setattr("megaaccum.pretrain.metrics.plots.MOST_POINTS", 100)
     drawn = []
     monkeypatch.setattr("megaaccum.pretrain.metrics.plots.draw", lambda records, *_, **__: drawn.extend(records))
     log, _ = long_journal(tmp_path, 900)
@@ -289,8 +290,10 @@ def test_a_planted_journal_is_set_aside(tmp_path):
 def test_a_full_disk_is_one_clear_message(tmp_path):
     log = opened(tmp_path)
     log._journal._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
-    with pytest.raises(MegaaccumError, match=r"log\.jsonl cannot be written: No space left on device.*output_dir"):
-        log.step(step(1))
+    log.step(step(1))
+    assert re.match(r".*log\.jsonl cannot be written: No space left on device.*output_dir", str(log.problem))
+    with pytest.raises(MegaaccumError, match="No space left on device"):
+        log.close()
 
 
 def test_only_the_writing_rank_has_files_and_words(tmp_path, capsys):
