@@ -72,7 +72,7 @@ def test_megatron(case, parity):
 
 
 def calls_of_a_hook(cases: list[Case]) -> list[int]:
-    """How often a step whose backward is split calls a user's hook on the gradient of a matrix, in each case."""
+    """Calls of a hook of the user's on the gradient of a matrix, in a step of each case."""
     found = []
     for case in cases:
         rig, seen = Rig.of(case), []
@@ -83,8 +83,8 @@ def calls_of_a_hook(cases: list[Case]) -> list[int]:
     return found
 
 
-def test_a_users_hook_on_a_matrix_is_called_in_each_w():
-    """A W may add its product to the sum itself only if nobody waits for it."""
+def test_a_hook_on_a_matrix_is_called_in_each_weight_gradient():
+    """A W may add its product to the sum itself only if no hook reads it."""
     cases = [split("zb-h1", "--backend ddp ", lane="bf16", ranks=2), split("zb-h1", MEGATRON, ranks=2)]
     assert run_ranks(calls_of_a_hook, 2, cases, timeout=90) == [[5, 5]] * 2
 
