@@ -136,7 +136,6 @@ class DeepSpeedBackend(AccumulatingBackend):
             self._set_syncing(False)
         self.driver.finish_reduction()
         self.at_owners.finish()
-        self._reducing = False
 
     def gather(self) -> None:
         """All-gather every parameter of this rank's stages that is not whole (one collective per step at ZeRO-3)."""

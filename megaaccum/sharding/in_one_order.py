@@ -176,7 +176,7 @@ def all_reduce_hook(
     flat = bucket.buffer()
     flats = [flat, *others_like(flat, bucket.parameters(), bucket.gradients(), sums)]  # type: ignore[arg-type]
     padded = [torch.nn.functional.pad(each, (0, -flat.numel() % group.size())) for each in flats]
-    dist.all_gather_into_tensor(padded[0], _summed_piece(padded, group, order).clone(), group=group)
+    dist.all_gather_into_tensor(padded[0], _summed_piece(padded, group, order), group=group)
     return finished_future(padded[0][: flat.numel()])
 
 

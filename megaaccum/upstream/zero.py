@@ -116,9 +116,8 @@ class ZeroDriver(ABC):
     def _offloads(self) -> bool:
         """Whether the optimizer is in host memory."""
 
-    def begin_reduction(self) -> None:
+    def begin_reduction(self) -> None:  # noqa: B027 - nothing to do
         """Let the next gradients start a new sum."""
-        self.optimizer.set_gradient_accumulation_boundary(True)
 
     def finish_reduction(self) -> None:
         """Reduce the last bucket and give the optimizer its partitions."""
@@ -233,11 +232,6 @@ class Zero3(ZeroDriver):
 
     # --- gradients ---
 
-    def begin_reduction(self) -> None:
-        """Let the next gradients start a new sum (`micro_step_id` 0 copies into the partitions, above 0 adds)."""
-        self.optimizer.micro_step_id = 0
-        super().begin_reduction()
-
     def reduce(self, param: torch.nn.Parameter) -> None:
         """Hand `param.grad` to the bucket; a full bucket is reduce-scattered and averaged over the group. The host
         waits once for three buckets, and stays three ahead; DeepSpeed's own wait is one for each."""
@@ -250,7 +244,6 @@ class Zero3(ZeroDriver):
     def discard(self) -> None:
         """Drop this step's gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.averaged_gradients = {}
 
     def finish_reduction(self) -> None:
         """Reduce the last bucket and give the optimizer its partitions, with zeros as padding."""
@@ -302,7 +295,6 @@ class Zero3(ZeroDriver):
     def begin_partitions(self) -> None:
         """Empty the accumulators; what is then added to them by hand replaces DeepSpeed's own reduction."""
         self.optimizer.grad_partitions_flat_buffer.zero_()
-        self.optimizer.set_gradient_accumulation_boundary(True)
 
     @property
     def accumulated_bytes(self) -> int:

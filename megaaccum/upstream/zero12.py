@@ -55,7 +55,6 @@ class Zero12(ZeroDriver):
     # --- gradients ---
 
     def begin_reduction(self) -> None:
-        super().begin_reduction()
         self._drop_partitions()  # with FP32 sums DeepSpeed adds to those of an earlier reduction, as the backend does
         self.optimizer.setup_buckets()
 
@@ -78,8 +77,6 @@ class Zero12(ZeroDriver):
     def discard(self) -> None:
         """Drop this step's gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self._offloads:
-            self.optimizer.reset_cpu_buffers()
         self._drop_partitions()
 
     def _drop_partitions(self) -> None:
@@ -142,7 +139,6 @@ class Zero12(ZeroDriver):
                 pieces += [_padding(flat[end:position]), flat.narrow(0, position, count)]
                 end = position + count
             self.optimizer.averaged_gradients[group] = [*pieces, _padding(flat[end:])]
-            self.optimizer.all_grad_tensors[group] = None
 
     # --- state ---
 

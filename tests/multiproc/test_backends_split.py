@@ -6,7 +6,7 @@ import pytest
 
 from megaaccum.lab.verification.testing import run_ranks, try_ranks
 from tests.support.distance import cells, problems
-from tests.support.parity import Case
+from tests.support.parity import Case, Rig
 
 PP = "--pipeline_model_parallel_size 2 --pp_microbatches 5 --grad_accum_steps 1 "
 EVERY_ROUND = "--grad_accum_steps 2 --pp_microbatches 4 --flush per_round "
@@ -69,6 +69,24 @@ def test_fsdp2(case, parity):
 def test_megatron(case, parity):
     """The first of a process adds in rank order, which must not be the others' way too."""
     parity(case)
+
+
+def calls_of_a_hook(cases: list[Case]) -> list[int]:
+    """Calls of a hook of the user's on the gradient of a matrix, in a step of each case."""
+    found = []
+    for case in cases:
+        rig, seen = Rig.of(case), []
+        weights = [param for chunk in rig.chunks for name, param in chunk.named_parameters() if "fc1.weight" in name]
+        weights[0].register_hook(seen.append)
+        rig.train()
+        found.append(len(seen))
+    return found
+
+
+def test_a_hook_on_a_matrix_is_called_in_each_weight_gradient():
+    """A W may add its product to the sum itself only if no hook reads it."""
+    cases = [split("zb-h1", "--backend ddp ", lane="bf16", ranks=2), split("zb-h1", MEGATRON, ranks=2)]
+    assert run_ranks(calls_of_a_hook, 2, cases, timeout=90) == [[5, 5]] * 2
 
 
 # --- broken on purpose ------------------------------------------------------------------------------------------------

@@ -434,6 +434,22 @@ def test_the_norm_is_that_of_the_numbers_whoever_holds_them(dtype):
     assert other[:2] == (0.0, 0.0)  # so that a sum over ranks is rank 0's
 
 
+def squares_with(bad: float) -> list[float]:
+    """The exact sum of the squares where `bad` is on the first rank, and where it is on the second."""
+    import torch
+
+    from megaaccum.step.grad_norm import exact_square
+
+    rank = torch.distributed.get_rank()
+    return [float(exact_square([torch.tensor([1.0, bad if rank == at else 2.0])])) for at in (0, 1)]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_is_so_in_the_norm_of_every_rank(bad):
+    """A rank that took the largest of the others' for the largest of all would wait for sums that they do not make."""
+    assert run_ranks(squares_with, 2, bad, timeout=30) == [[float("inf")] * 2] * 2
+
+
 def test_the_benchmark_s_rows_are_runs_over_the_package_s_own_data(tmp_path):
     """`python -m benchmarks layouts` has all, of ten steps."""
     rows = [layouts.ROWS[number] for number in (0, 8)]

@@ -30,6 +30,13 @@ def test_a_large_gradient_in_host_memory_loses_no_squares(dtype):
     assert float(torch.linalg.vector_norm(large.float())) ** 2 < 0.995 * exact  # torch's own: if it fails, cut no more
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_of_16_bit_numbers_has_more_than_16_bits(dtype):
+    small = torch.full((1000,), 1.0, dtype=dtype)
+    assert square_of(small) == pytest.approx(1000.0, rel=1e-6)
+    assert float(torch.linalg.vector_norm(small)) ** 2 != pytest.approx(1000.0, rel=1e-4)
+
+
 def test_the_noise_scale_takes_the_same_squares():
     meter = NoiseScale([], window=1)
     meter.add(grad := torch.full((2**12, 2**12), 1e-3))
