@@ -415,7 +415,9 @@ class Engine:
             ).printed_once()
         with self.groups.current():
             self.train_steps.abandon()
-            return bool(not run.no_load and resume.first_good(folder, self._load, self.print, step=run.load_step))
+            if run.no_load:
+                return False
+            return resume.first_good(folder, self._load, self.print, step=run.load_step) is not None
 
     def _load(self, checkpoint: Path) -> Path:
         progress = raise_on_all_ranks(read_progress, checkpoint)

@@ -68,7 +68,7 @@ class Goodput:
     def _start(self, record: Record) -> None:
         launched = record["launched"]
         if self._last is not None:
-            self.seconds["idle"] += launched - self._last
+            self.seconds["idle"] += max(launched - self._last, 0.0)  # below 0 where a clock was set back
         self.seconds["start_up"] += record["time"] - launched
         self.num_starts, self._is_starting = self.num_starts + 1, True
         while self._steps and self._steps[-4] > record["step"]:

@@ -69,8 +69,9 @@ class Run:
                     if len(train) > 1 and train[-1]["step"] % (1 + last // MOST_SHOWN) and not train[-1].get("skipped"):
                         train.pop()
                     train.append(record)
-                    for name, each in numbers.items() if record["step"] not in sets_up else ():
-                        each.extend([record[name]] if record.get(name) is not None else [])
+                    for name, each in numbers.items():
+                        if record["step"] not in sets_up and record.get(name) is not None:
+                            each.append(record[name])
                 yield record
 
         return cls(folder, starts, train, valid, numbers, Goodput(collected()))

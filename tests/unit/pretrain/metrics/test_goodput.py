@@ -87,6 +87,16 @@ def test_a_start_lasts_until_its_first_step_whatever_comes_between():
     assert {cause: seconds for cause, seconds in Goodput(records).seconds.items() if seconds} == spent
 
 
+def test_a_clock_that_was_set_back_between_starts_leaves_no_share_above_one():
+    records = [
+        {"kind": "start", "step": 0, "launched": 1000.0, "time": 1000.0},
+        train(1, 1004.0),
+        {"kind": "start", "step": 1, "launched": 500.0, "time": 500.0},
+        train(2, 504.0),
+    ]
+    assert Goodput(records).line() == "100.0% of 0:08 in 2 starts"
+
+
 @pytest.mark.parametrize("records", [[], [{"kind": "train", "step": 1, "loss": 2.0}]])
 def test_records_without_a_time_say_nothing(records):
     goodput = Goodput(records)
