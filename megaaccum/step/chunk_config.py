@@ -195,7 +195,8 @@ def _config_problems(plan: Plan, config: Any) -> list[str]:
     problems = [
         f"{name} of the chunks' configuration is set already; megaaccum fills it: leave it None"
         for name in HOOKS
-        if getattr(getattr(config, name, None), "__module__", SideLosses.__module__) != SideLosses.__module__
+        if (hook := getattr(config, name, None)) is not None
+        and getattr(hook, "__module__", None) != SideLosses.__module__  # of an engine before, on this configuration
     ]
     if getattr(config, "gradient_accumulation_fusion", False):
         unfit = unfit_for_fusion(plan.config.sharding, plan.layout.schedule)

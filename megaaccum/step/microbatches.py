@@ -176,8 +176,10 @@ def read_batch(
 
 def _numbers(name: str, given: Any) -> list[float] | None:
     """`given`, a list, array or tensor, as numbers. Raises ConfigError."""
+    if given is None:
+        return None
     try:
-        return given if given is None else [float(n) for n in (given.flatten() if hasattr(given, "flatten") else given)]
+        return [float(each) for each in (given.flatten() if hasattr(given, "flatten") else given)]
     except (TypeError, ValueError, RuntimeError) as error:  # of complex numbers, too
         raise ConfigError(f"{name} has to be a list of real numbers, one per micro-batch: {error}") from error
 

@@ -287,10 +287,19 @@ def test_a_planted_journal_is_set_aside(tmp_path):
     assert precious.read_text() == "precious"
 
 
-def test_a_full_disk_is_one_clear_message(tmp_path):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda log: log.step(step(1)),
+        lambda log: log.evaluation({"step": 1, "loss": 2.0, "consumed_samples": 8}),
+        lambda log: log.add_text("sample", {"step": 1, "prompt": "a", "text": "b"}, "sample"),
+    ],
+    ids=["step", "evaluation", "text"],
+)
+def test_a_full_disk_is_one_clear_message(tmp_path, write):
     log = opened(tmp_path)
     log._journal._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
-    log.step(step(1))
+    write(log)  # raises on no rank: `problem` ends the run before the next step, on every rank
     assert re.match(r".*log\.jsonl cannot be written: No space left on device.*output_dir", str(log.problem))
     with pytest.raises(MegaaccumError, match="No space left on device"):
         log.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megaaccum.errors import DataError, StepError
+from megaaccum.errors import StepError
 from megaaccum.pretrain.training import evaluation
 
 
@@ -52,11 +52,3 @@ def test_an_error_of_the_model_is_not_suppressed(texts, monkeypatch):
     monkeypatch.setattr(evaluation, "compare_texts", fail)
     with pytest.raises(StepError, match="step 2 is open"):
         texts.after(2, is_last=False)
-
-
-def test_a_log_that_cannot_be_written_ends_the_run_later_on_every_rank(texts, log):
-    def full(*record):
-        raise DataError("log.jsonl cannot be written")
-
-    log.add_text = full
-    texts.after(2, is_last=False)
