@@ -37,7 +37,6 @@ class SpeculativeTrainStep(TrainStep):
 
     def __init__(self, *args: Any, **keys: Any):
         super().__init__(*args, **keys)
-        self.backend.steps_alone = False  # forwards and the verdict come after it
         self._begun: tuple[OpenStep, Microbatches, Sequence[Any]] | None = None
         """The step that began before the verdict on the one before it, and the list that it was given."""
         self._last_confirmed = False

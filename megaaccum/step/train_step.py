@@ -298,7 +298,8 @@ class TrainStep:
             self.before_update()
         if self.backend.matrices is not None:
             self.backend.matrices.orthogonalise()
-        self.amid = "update" if self.backend.steps_alone and not self.plan.config.model.num_experts else "weights"
+        waits = self.plan.config.model.num_experts or self.plan.config.step.speculative_step  # after it
+        self.amid = "update" if self.backend.steps_alone and not waits else "weights"
         self.backend.step()
         router_state.update_bias(self.chunks, self.groups)
 
