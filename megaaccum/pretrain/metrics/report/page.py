@@ -120,7 +120,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     """The run in a few numbers."""
     rows = [
         ("steps", f"{run.train[-1]['step']:,}" if run.train else "none"),
-        ("training loss", from_to(run.train)),
+        ("training loss", from_to(run.train) if run.train else "unknown"),
         ("validation loss", from_to(run.valid) if run.valid else "not evaluated"),
     ]
     medians = [(*MEDIANS[key], statistics.median(each)) for key, each in run.numbers.items() if each]
