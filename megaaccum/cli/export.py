@@ -1,7 +1,6 @@
 """`megaaccum export`: write a checkpoint of a run of `megaaccum train` as a Hugging Face folder: weights in safetensors
-files, config.json, generation_config.json and the tokenizer; as one of Megatron's checkpoints; or in one file. It reads
-the checkpoint of any layout in one process, one parameter at a time, and needs no GPU. The folder appears when all of
-it is written.
+files, config.json and the tokenizer; as one of Megatron's checkpoints; or in one file. It reads the checkpoint of any
+layout in one process, one parameter at a time, and needs no GPU. The folder appears when all of it is written.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def look_at(optimizer: torch.optim.Optimizer) -> Kept:
     for options, group in zip(alike, optimizer.param_groups, strict=True):
         for param in group["params"]:
             param.kept_tensors = found[options]
-    tensors = sorted(set().union(*kinds))
-    _KEPT[optimizer] = Kept(tuple(tensors), tuple(others), tuple(sorted(changed)), count, cuts)
+    _KEPT[optimizer] = Kept(tuple(sorted(set().union(*kinds))), tuple(others), tuple(sorted(changed)), count, cuts)
     return _KEPT[optimizer]
 
 

@@ -127,6 +127,7 @@ def scales_side_losses(config: Any) -> bool:
     return any(getattr(config, key, None) is not None for key in keys)
 
 
+@functools.cache
 def weigh_predictions_over_cp() -> None:
     """Have Megatron weigh the loss of prediction layers by the tokens of whole micro-batches where sequences are cut
     over ranks. Its factor, unmasked tokens before a shift over those after it, is of a rank's own part (megatron-core
@@ -135,8 +136,6 @@ def weigh_predictions_over_cp() -> None:
     from megatron.core.transformer import multi_token_prediction as prediction
 
     process, roll, logger = prediction.process_mtp_loss, prediction.roll_tensor, prediction.MTPLossLoggingHelper
-    if gpt_model.process_mtp_loss is not process:
-        return  # done before
     note = logger.save_metrics_to_tracker
 
     def over_cp(*, config: Any, labels: Any, loss_mask: Any, cp_group: Any = None, **given: Any) -> Any:

@@ -19,12 +19,14 @@ _FP64: Keys = {"backend": "ddp", "params_dtype": "fp64"}
 _SPLIT: Keys = {"grad_accum_steps": 2, "pp_microbatches": 4}
 _PP: Keys = {"pipeline_model_parallel_size": 2} | _SPLIT
 _TP: Keys = {"tensor_model_parallel_size": 2, "sequence_parallel": True} | _SPLIT
+_CP: Keys = {"context_parallel_size": 2}
 _TIED: Keys = {"untie_embeddings_and_output_weights": None}
 _CLIP: Keys = {"clip_grad": 0.5}
 _EXPERTS: Keys = {
     "num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 32, "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.1, "moe_router_dtype": "fp64",
 }  # fmt: skip
+_OF_SEQUENCES: Keys = {"moe_router_load_balancing_type": "seq_aux_loss", "micro_batch_size": 2}
 _Z: Keys = {"moe_aux_loss_coeff": None, "moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.1}
 _BIAS: Keys = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _PREDICTION: Keys = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5, "position_embedding_type": "rope"}
@@ -71,6 +73,9 @@ CASES: dict[str, Case] = {
     "context parallel": _case(_MODEL, _FP64, _PP, {"context_parallel_size": 2}),
     "experts": _case(_MODEL, _FP64, _PP, _EXPERTS),
     "experts, padded": _case(_MODEL, _FP64, _SPLIT, _EXPERTS, ranks=2, masks="padded"),
+    "experts, padded, tensor parallel": _case(_MODEL, _FP64, _TP, _EXPERTS, ranks=2, masks="padded"),
+    "experts, padded, context parallel": _case(_MODEL, _FP64, _SPLIT, _EXPERTS, _CP, ranks=2, masks="padded"),
+    "experts, padded, of sequences": _case(_MODEL, _FP64, _TP, _EXPERTS, _OF_SEQUENCES, ranks=2, masks="padded"),
     "experts, z loss": _case(_MODEL, _FP64, _PP, _EXPERTS, _Z),
     "experts, context parallel": _case(_MODEL, _FP64, _PP, _EXPERTS, {"context_parallel_size": 2}),
     "experts, recompute": _case(_MODEL, _FP64, _PP, _EXPERTS, _BIAS, {"recompute_granularity": "full"}),

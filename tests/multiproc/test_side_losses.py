@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from megaaccum.lab.verification.testing import run_ranks
+from tests.bank import on_ranks
 from tests.multiproc.test_nonfinite import attempts
 from tests.support.distance import cells, one_process_reference, problems, problems_with, relative_error
 from tests.support.engines import Calls, all_in_calls, engine_of
@@ -257,3 +258,11 @@ def test_statistics_over_a_step_begin_with_it_and_the_bias_moves_with_the_weight
     assert skipped.equal(first)
     assert not last.equal(first)
     assert one["counts"] == [[4] * 4] * 2
+
+
+def test_padding_counts_nowhere_however_a_sequence_is_cut():
+    """Ranks that share a sequence have different numbers of tokens beside its padding, and one balancing loss."""
+    cases = [f"experts, padded, {cut}" for cut in ("tensor parallel", "context parallel", "of sequences")]
+    for name, compared in zip(cases, on_ranks.compared([("", each) for each in cases]), strict=True):
+        assert compared.failed == [], name
+        assert any(row.kind == "gradient" for row in compared.rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +25,9 @@ from megaaccum.pretrain.data.tokenizer import single_threaded, tokenizer_file
 
 Message = dict[str, Any]
 
-_RECIPE = 1
-"""Counts changes in how tokens are made of a line, so that a new version does not read an old one's files."""
+_RECIPE, _MARKED_RECIPE = 1, 2
+"""Counts changes in how tokens are made of a line, so that a new version does not read an old one's files. The second
+is of templates that mark responses."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ARRAYS = ("tokens", "counts", "starts")
 
@@ -77,7 +77,8 @@ def parse(record: dict[str, Any], where: str) -> Conversation:
         raise DataError(f"{where}: a conversation cannot begin with the assistant: put a user's message before it")
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise DataError(f"{where}: no message of the assistant: there is nothing to learn")
-    return Conversation(messages, first, record.get("tools"))
+    said = [{name: value for name, value in each.items() if value is not None} for each in messages]  # as transformers
+    return Conversation(said, first, record.get("tools"))
 
 
 def _is_message(given: Any) -> bool:
@@ -133,7 +134,7 @@ class ChatTokenizer:
         show where responses are."""
         try:
             text = self.render(chat.messages, chat.tools)
-            parts = [str(each["content"]) for each in chat.messages if isinstance(each["content"], list)]
+            parts = [str(each["content"]) for each in chat.messages if isinstance(each.get("content"), list)]
             if raw := [each for each in parts if each in text]:
                 raise DataError(f"{where}: the chat template writes {raw[0][:80]} as it is: make it a text")
             functions = [*(chat.tools or ()), *(call for m in chat.messages for call in m.get("tool_calls") or ())]
@@ -143,9 +144,8 @@ class ChatTokenizer:
                 )
             text.encode()  # the tokenizer's error would not say which text it is
             ids, begins = self._ids(text)
-            if only_responses and _MARKS.search(self.template):
-                return ids, self._marked(chat, begins)
-            spans = self._spans(chat, text, where) if only_responses else [(0, len(text))]
+            find = self._marked if _MARKS.search(self.template) else self._spans
+            spans = find(chat, text, where) if only_responses else [(0, len(text))]
         except DataError:
             raise
         except UnicodeEncodeError:
@@ -185,14 +185,18 @@ class ChatTokenizer:
             spans.append((len(before), len(after)))
         return spans
 
-    def _marked(self, chat: Conversation, begins: list[int]) -> list[bool]:
-        """Which of the tokens that begin at these characters the template marks as the assistant's."""
-        made = self._tokenizer.apply_chat_template(
-            chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True
+    def _marked(self, chat: Conversation, text: str, where: str) -> list[tuple[int, int]]:
+        """The characters of `text` that the template marks as the assistant's. Which tokens have them is counted here:
+        transformers' assistant_masks leave out the last letter's further tokens, and go on to the end of the text if
+        the last letter begins no token (huggingface/transformers#47325)."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        facts = self._tokenizer.special_tokens_map
+        made: Any = render_jinja_template(  # its own type is of the text alone
+            [chat.messages], chat.tools, chat_template=self.template, return_assistant_tokens_mask=True, **facts
         )
         prompt = len(self.render(chat.messages[: chat.first], chat.tools)) if chat.first else 0
-        marks = made["assistant_masks"]
-        return [bool(mark) and begin >= prompt for mark, begin in zip(marks, begins, strict=True)]
+        return [(max(start, prompt), stop) for start, stop in made[1][0]]
 
 
 def read_chats(path: Path, data: DataConfig, folder: Path) -> Chats:
@@ -211,13 +215,18 @@ def _digest(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> str:
     with disk_errors("cannot read", path), open(path, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     made_by = hashlib.sha256(tokenizer.facts.encode()).hexdigest()
-    return digest_of([_RECIPE, content, made_by, tokenizer.template, only_responses, version("transformers")])
+    recipe = _MARKED_RECIPE if only_responses and _MARKS.search(tokenizer.template) else _RECIPE
+    return digest_of([recipe, content, made_by, tokenizer.template, only_responses, version("transformers")])
 
 
 def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: Path) -> None:
     """Make tokens of a file's conversations into `folder`, which appears complete."""
-    encoded = _encoded(path, tokenizer, only_responses)
-    chats = [(np.array(ids, dtype=np.int32), np.array(counting, dtype=bool)) for ids, counting in encoded]
+    chats: list[tuple[np.ndarray, np.ndarray]] = []
+    for where, record in json_lines(path):
+        ids, counting = tokenizer.encode(parse(record, where), where, only_responses=only_responses)
+        if not any(counting[1:]):
+            raise DataError(f"{where}: no token counts: the responses are empty")
+        chats.append((np.array(ids, dtype=np.int32), np.array(counting, dtype=bool)))
     if not chats:
         raise DataError(f"{path} has no line: a conversation a line, as messages or prompt and completion")
     tokens, counts = map(np.concatenate, zip(*chats, strict=True))
@@ -228,11 +237,3 @@ def _write(path: Path, tokenizer: ChatTokenizer, only_responses: bool, folder: P
         for name, array in zip(_ARRAYS, (tokens, counts, starts), strict=True):
             np.save(staged / f"{name}.npy", array)
         staged.rename(folder)
-
-
-def _encoded(path: Path, tokenizer: ChatTokenizer, only_responses: bool) -> Iterator[tuple[list[int], list[bool]]]:
-    for where, record in json_lines(path):
-        ids, counts = tokenizer.encode(parse(record, where), where, only_responses=only_responses)
-        if not any(counts[1:]):
-            raise DataError(f"{where}: no token counts: the responses are empty")
-        yield ids, counts

@@ -18,12 +18,13 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
     run, last = config.run, last_step(config.run, start_step)
     steps = f"steps {start_step + 1} to {last}" if start_step < last else f"no step left after {start_step}"
     count = "uncounted" if uncounted(config) else f"{count_parameters(config, vocab_size).total:,}"
+    ramp = "" if plan.ramp.is_constant else f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
     rows = {
         "ranks": f"{at.world_size} = {ranks_of(at)}, schedule {at.schedule}, {sync}",
         "model": f"{count} parameters ({config.sharding.params_dtype}),"
         f" {config.model.num_layers} layers of width {config.model.hidden_size}, vocabulary {vocab_size:,}",
         "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens = micro_batch_size"
-        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{_ramp(plan)}",
+        f" {batch.micro_batch_size} * {batch.num_microbatches} micro-batches * dp {at.dp}{ramp}",
         "run": f"{steps}, log in {run.output_dir}, {_checkpoints(plan)}",
     }
     if on_gpu := gpu.describe():
@@ -34,10 +35,6 @@ def header(plan: Plan, *, sync: str, vocab_size: int, start_step: int) -> str:
             " two steps (verify_at_start false leaves it out)"
         )
     return "\n".join(f"{name:<6}{text}" for name, text in rows.items())
-
-
-def _ramp(plan: Plan) -> str:
-    return "" if plan.ramp.is_constant else f", from {plan.ramp.size_at(0)} sequences over {plan.ramp.num_steps} steps"
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -24,6 +24,7 @@ Keys = dict[str, Any]
 
 _OTHER_NAMES = {"num_experts": "num_local_experts"}
 """Names of keys in config.json that versions of transformers write in their place."""
+_NO_TOKENS: Keys = {"bos_token_id": None, "eos_token_id": None}
 
 
 def read_json(folder: Path) -> Keys:
@@ -145,10 +146,10 @@ def _wrong_values(found: Keys) -> Iterator[str]:
 
 
 def json_from(config: Config, family: str, vocab_size: int) -> Keys:
-    """The config.json of a resolved configuration as a model of `family`. Raises ConfigError if a part of it cannot be
-    written there."""
+    """The config.json of a resolved configuration as a model of `family`, without the tokens that begin and end a text,
+    of which transformers' class has ids of another vocabulary. Raises ConfigError if a part cannot be written there."""
     facts, model = families()["families"][family], model_keys(config, vocab_size)
-    content: Keys = {"architectures": [facts["architecture"]], "model_type": family}
+    content: Keys = {"architectures": [facts["architecture"]], "model_type": family} | _NO_TOKENS
     content |= {theirs: model.get(ours) for ours, theirs in facts["keys"].items()}
     content |= {theirs: not model.get(ours) for ours, theirs in facts.get("opposites", {}).items()}
     content |= {theirs: model.get(ours) for theirs, ours in facts.get("repeats", {}).items()}

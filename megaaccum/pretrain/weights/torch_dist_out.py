@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +131,7 @@ class _Streamed(dcp.DefaultSavePlanner):
         length = torch.Size((*self._lengths[place.key], *shape))
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), length)
         self._items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
-        self._contents[key, offsets] = partial(_read, self._whole, name, kind, dtype, sizes)
+        self._contents[key, offsets] = lambda: self._whole.read(name, kind).to(dtype).view(sizes)
 
     def add_object(self, key: str, content: object) -> None:
         """Write `content` besides, as Megatron writes what is no tensor."""
@@ -157,7 +156,3 @@ def _modules(key: str) -> Iterator[str]:
         yield key.removesuffix(".weight")
         if key.endswith(".linear_proj.weight"):
             yield key.replace("linear_proj.weight", "core_attention")
-
-
-def _read(whole: WholeCheckpoint, name: str, kind: str, dtype: torch.dtype, sizes: torch.Size) -> torch.Tensor:
-    return whole.read(name, kind).to(dtype).view(sizes)

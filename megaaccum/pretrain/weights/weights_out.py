@@ -24,6 +24,7 @@ from megaaccum.errors import CheckpointError, ConfigError, DataError
 from megaaccum.model import names
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import end_of_document
+from megaaccum.pretrain.data.vocabulary import read_vocabulary
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.weights import config_json, safetensors_folder
 from megaaccum.pretrain.weights.bridge import Bridge
@@ -226,16 +227,17 @@ class Export:
         if "num_nextn_predict_layers" in content:
             content["num_nextn_predict_layers"] = self.config.model.mtp_num_layers or 0
         content |= dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
-        (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        (aside / "generation_config.json").write_text('{\n  "_from_model_config": true\n}\n', encoding="utf-8")
         given = self.config.data.tokenizer_model
         folder = self.source or (Path(given) if given and Path(given).is_dir() else None)
-        if folder is None:
-            with suppress(DataError):  # of ids alone there is none
-                _write_tokenizer(read_run_tokenizer(self.config, "--hf"), aside)
         for name in ("generation_config.json", *_TOKENIZER):
             if folder is not None and (folder / name).is_file():
                 shutil.copyfile(folder / name, aside / name)
+        with suppress(DataError):  # of ids alone there is no tokenizer
+            if folder is None:
+                _write_tokenizer(read_run_tokenizer(self.config, "--hf"), aside)
+            if self.content is None:
+                content["eos_token_id"] = read_vocabulary(aside, "HuggingFaceTokenizer").eod
+        (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self.config.data.chat_template_path is not None:  # in which the model was trained
             shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, normalizers
 
 from megaaccum.errors import DataError
 from megaaccum.pretrain.data.chat_rows import put_in_rows
@@ -74,6 +76,30 @@ def test_a_template_that_marks_responses_decides(tmp_path):
     tokenizer = tokenizer_of(tmp_path, MARKED)
     assert counted(tokenizer, {"messages": TALK * 2}) == "cd<|im_end|>" * 2
     assert counted(tokenizer, {"prompt": TALK + TALK[:1], "completion": TALK[1:]}) == "cd<|im_end|>"
+
+
+@pytest.mark.parametrize("reply", ["cd", "c\u0301", "xe\u0301", "x\N{GRINNING FACE}", "  cd  ", "\u0301"])
+def test_marked_responses_end_where_the_template_says(tmp_path, reply):
+    """Whatever the tokenizer makes of their last letters: several tokens, or one of two letters."""
+    template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    folder = write_tokenizer(tmp_path, template)
+    written = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    written.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    written.save(str(folder / "tokenizer.json"))
+    tokenizer = ChatTokenizer(make(sft=True, tokenizer_model=str(folder)).data)
+    turns = [TALK[0], TALK[1] | {"content": reply}, *TALK]
+    expected = re.sub(" +", " ", unicodedata.normalize("NFC", reply))
+    assert counted(tokenizer, {"messages": turns}) == f"{expected}cd"
+
+
+def test_a_marked_call_without_a_text_counts_alone(tmp_path):
+    """Its `content: null` is left out, as in transformers, and not the word None, by which all that follows moves."""
+    call = "{{ message.content }}{% for each in message.tool_calls or [] %}{{ each.function.name }}{% endfor %}"
+    tokenizer = tokenizer_of(
+        tmp_path, MARKED.replace("{% generation %}{{ message['content'] }}", "{% generation %}" + call)
+    )
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]}
+    assert counted(tokenizer, {"messages": [TALK[0], called, *TALK]}) == "weather<|im_end|>cd<|im_end|>"
 
 
 def test_tokens_are_those_of_transformers(tmp_path):

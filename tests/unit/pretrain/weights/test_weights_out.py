@@ -10,12 +10,13 @@ import pytest
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import read_tokenizer
 from megaaccum.pretrain.weights.weights_out import Export
+from tests.support.chats import write_tokenizer
 from tests.support.configs import plan
 
 TEXT = "Call me Ishmael. <|endoftext|>"
 
 
-def written(aside: Path, **keys: Any) -> Any:
+def written(aside: Path, content: Any = None, source: Path | None = None, **keys: Any) -> Any:
     """The configuration of a run, whose export beside its weights is in `aside`."""
     import torch
 
@@ -27,7 +28,8 @@ def written(aside: Path, **keys: Any) -> Any:
         vocab_size=64,
         family="llama",
         dtype=torch.float32,
-        content={"model_type": "llama"},
+        content=content,
+        source=source,
     )
     export._write_json(aside)
     return config
@@ -49,7 +51,34 @@ def test_a_folder_of_a_tokenizer_is_copied_and_ids_alone_have_none(tmp_path):
         (folder / name).write_text("{}")
     written(tmp_path / "out", data_path=[str(tmp_path / "ids")], tokenizer_model=str(folder))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "config.json", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     written(tmp_path / "bare", data_path=[str(tmp_path / "ids")])
     assert not list((tmp_path / "bare").glob("token*"))
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", None])
+def test_text_ends_where_the_tokenizer_of_the_run_says(tmp_path, end):
+    """Not with token 2, which is LlamaConfig's, and not with none, as with a generation config that names none."""
+    transformers = pytest.importorskip("transformers", reason="not installed: transformers")
+    folder, ids = write_tokenizer(tmp_path / "given"), {"<|im_end|>": 258, None: 256}  # <|endoftext|>
+    if end is None:
+        (folder / "tokenizer_config.json").unlink()
+    written(out := tmp_path / "out", data_path=[str(tmp_path / "ids")], tokenizer_model=str(folder))
+    assert transformers.AutoConfig.from_pretrained(out).eos_token_id == ids[end]
+    assert not (out / "generation_config.json").exists()  # transformers makes one of config.json then
+    written(bare := tmp_path / "bare", data_path=[str(tmp_path / "ids")])
+    assert transformers.AutoConfig.from_pretrained(bare).eos_token_id is None
+
+
+def test_text_ends_where_the_model_that_was_trained_further_says(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="not installed: transformers")
+    given = {"model_type": "llama", "bos_token_id": 7, "eos_token_id": [5, 6]}
+    written(out := tmp_path / "out", given, source := write_tokenizer(tmp_path / "source"), data_path=["ids"])
+    read = transformers.AutoConfig.from_pretrained(out)
+    assert (read.bos_token_id, read.eos_token_id) == (7, [5, 6])
+    assert not (out / "generation_config.json").exists()
+    (source / "generation_config.json").write_text('{"eos_token_id": 4}')
+    written(out := tmp_path / "another", None, source, data_path=["ids"])  # its config.json is not taken
+    assert transformers.AutoConfig.from_pretrained(out).eos_token_id == 258
+    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 4
