@@ -187,7 +187,7 @@ class ZeroNonFinite:
         self._counts: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, grad: torch.Tensor) -> None:
-        if grad.is_cpu and math.isfinite(grad.sum().item()):
+        if grad.is_cpu and math.isfinite(grad.sum().item()):  # one pass instead of six
             return
         count = torch.count_nonzero(grad - grad)  # inf - inf is nan; isfinite is four kernels on a GPU
         self._counts[name] = self._counts[name] + count if name in self._counts else count

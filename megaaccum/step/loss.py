@@ -116,7 +116,7 @@ class Tally:
     def total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of one number per micro-batch, in their order, or each at its position in the global batch;
         float64."""
-        row = torch.stack(list(numbers)).double() if numbers else flag(False).new_zeros(0)
+        row = torch.stack([*numbers]).double() if numbers else torch.zeros(0, dtype=torch.float64, device=cpu.device())
         return row.sum() if self.spread is None else self.spread(row)
 
     def sums(self) -> list[torch.Tensor]:

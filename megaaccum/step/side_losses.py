@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
-from megatron.core.transformer.moe import router
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_tokens_per_expert_and_token_count
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.platform import cpu
@@ -29,21 +28,14 @@ from megaaccum.step.microbatches import Microbatches
 from megaaccum.upstream import megatron
 
 
-def tokens_of_experts(routing_map: torch.Tensor, reduce_group: Any, **given: Any) -> tuple[torch.Tensor, Any, Any]:
-    """(tokens of each expert and of all, over the ranks that share a sequence, and between these a rank's share of all
-    tokens). Megatron's (0.19) has there the rank's own tokens without padding, by which ranks with more of it would
-    weigh the one balancing loss that they share differently."""
-    by_expert, _, total = get_tokens_per_expert_and_token_count(routing_map, reduce_group, **given)
-    return by_expert, total / reduce_group.size(), total
-
-
 class SideLosses:
     """Gives Megatron the scales of the side losses of `chunks`; does nothing where there are none."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
-        router.get_tokens_per_expert_and_token_count = tokens_of_experts
         self._configs: list[Any] = [chunk.config for chunk in chunks]
         self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
+        if self._balances:
+            megatron.weigh_balancing_losses_alike()
         self._weighs = any(
             getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
         )

@@ -128,6 +128,21 @@ def scales_side_losses(config: Any) -> bool:
 
 
 @functools.cache
+def weigh_balancing_losses_alike() -> None:
+    """Have Megatron weigh a balancing loss alike on the ranks that share a sequence. It takes each rank's own tokens
+    without padding (megatron-core 0.19), so that ranks with more of it weigh the one loss that they share otherwise."""
+    from megatron.core.transformer.moe import router
+
+    counted = router.get_tokens_per_expert_and_token_count
+
+    def over_group(routing_map: torch.Tensor, reduce_group: Any, **given: Any) -> tuple[torch.Tensor, Any, Any]:
+        by_expert, _, total = counted(routing_map, reduce_group, **given)
+        return by_expert, total / reduce_group.size(), total
+
+    router.get_tokens_per_expert_and_token_count = over_group
+
+
+@functools.cache
 def weigh_predictions_over_cp() -> None:
     """Have Megatron weigh the loss of prediction layers by the tokens of whole micro-batches where sequences are cut
     over ranks. Its factor, unmasked tokens before a shift over those after it, is of a rank's own part (megatron-core
