@@ -119,11 +119,12 @@ class Candidates:
                 yield tp
 
     def _context_sizes(self, tp: int) -> Iterator[int]:
-        """Context parallelism needs fused attention, and two even pieces of a sequence per rank."""
+        """Context parallelism needs fused attention, and two even pieces of a sequence per rank. A search without a
+        fixed cp looks at powers of two alone that leave a rank at least 1,024 tokens."""
         for cp in divisors(self.world_size // tp):
             whole = self.model.seq_length % (2 * cp) == 0 and self.model.seq_length % (tp * cp) == 0
-            fits = whole and cp.bit_count() == 1 and self.model.seq_length // cp >= 1024 and self.fused_attention
-            if (cp == 1 or fits) and self.limits.allows("cp", cp):
+            usual = (cp.bit_count() == 1 and self.model.seq_length // cp >= 1024) or "cp" in self.limits.fixed
+            if (cp == 1 or (whole and usual and self.fused_attention)) and self.limits.allows("cp", cp):
                 yield cp
 
     def _expert_sizes(self, tp: int, pp: int) -> list[tuple[int, int]]:

@@ -21,10 +21,10 @@ from megaaccum.pretrain.metrics.journal import KINDS, Record
 class Services:
     """Every service that the configuration names. Only the process that writes the log opens them.
 
-    Events have the step as their x. After a resume every service shows each step once: CSV files lose the rows after
-    the checkpoint, TensorBoard hides them, and Weights & Biases continues the run of `output_dir` (or that of
-    WANDB_RUN_ID). Of a run that begins at step 0 again CSV files are moved aside, TensorBoard hides all, and Weights &
-    Biases begins another.
+    Events have the step as their x. After a resume CSV files and TensorBoard show each step once: CSV files lose the
+    rows after the checkpoint, and TensorBoard hides them. Weights & Biases continues the run of `output_dir` (or that
+    of WANDB_RUN_ID), which cannot be cut: it has a repeated step twice, the last attempt later. Of a run that begins at
+    step 0 again CSV files are moved aside, TensorBoard hides all, and Weights & Biases begins another.
     """
 
     def __init__(self, config: Config, *, start_step: int, lost: Callable[[str], None]):
@@ -111,8 +111,7 @@ class _TensorBoard(_Service):
         from torch.utils.tensorboard import SummaryWriter
 
         # Events after the checkpoint are of steps that are repeated; without one all are, with the evaluation before.
-        purge_step = start_step + 1 if start_step else 0
-        self._writer = SummaryWriter(str(_folder(config, "tensorboard")), purge_step=purge_step)
+        self._writer = SummaryWriter(_folder(config, "tensorboard"), purge_step=start_step + 1 if start_step else 0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -136,9 +135,11 @@ class _Wandb(_Service):
             project=config.run.wandb_project, entity=block.get("team"), group=block.get("group"),
             id=os.environ.get("WANDB_RUN_ID") or kept.read_text(encoding="utf-8"), resume="allow",
         )  # fmt: skip
+        # W&B drops rows whose own step is below the last one, so those of every step that a resume repeats.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -83,6 +83,17 @@ def test_why_not(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{wanted} fits, but the search looks at it only with --fix {wanted}: its fastest layout, " in out
 
 
+def test_context_parallelism_that_a_search_leaves_out_is_planned_when_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` accepts both: 512 tokens a rank of a cp group, and a group of three ranks."""
+    for wanted, more in (("cp=16", ("--gpus", "64")), ("cp=3", ("--gpus", "24", "--seq_length", "6144"))):
+        argv = ("plan", LLAMA, "--gpu", "h100", *more)
+        code, out, _ = run(capsys, *argv, "--why-not", wanted)
+        assert code == 0
+        assert f"{wanted} fits, but the search looks at it only with --fix {wanted}: its fastest layout, " in out
+        _, out, _ = run(capsys, *argv, "--fix", wanted, "--json", "--top", "1")
+        assert json.loads(out)["layouts"][0]["cp"] == int(wanted[3:])
+
+
 def test_write_gives_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.yaml"
     code, *_ = run(capsys, *PLAN, "--write", str(out), "--row", "2")

@@ -66,25 +66,31 @@ def test_tensorboard_holds_each_step_once_of_a_run_that_was_killed_before_its_fi
 
 
 class FakeRun:
-    """W&B itself needs an account; this takes its calls."""
+    """W&B itself needs an account; this takes its calls, and drops rows as W&B does: those of a step below the last."""
 
-    def __init__(self):
-        self.calls: list = []
+    def __init__(self, rows: list[dict]):
+        self.rows, self.axes, self.ends = rows, {}, 0
 
-    def log(self, data: dict, step: int) -> None:
-        self.calls.append((data, step))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict, step: int | None = None) -> None:
+        following = self.rows[-1]["_step"] + 1 if self.rows else 0
+        if step is None or step >= following:
+            self.rows.append(data | {"_step": following if step is None else step})
 
     def finish(self) -> None:
-        self.calls.append(("finish", None))
+        self.ends += 1
 
 
 @pytest.fixture
 def inits(monkeypatch) -> list[dict]:
-    """The keys of each wandb.init; what it returned is under "run"."""
+    """The keys of each wandb.init; what it returned is under "run". A run of the same id has the rows of before."""
     found: list[dict] = []
 
     def init(**keys):
-        found.append(keys | {"run": FakeRun()})
+        earlier = [each["run"].rows for each in found if each["id"] == keys["id"]]
+        found.append(keys | {"run": FakeRun(earlier[0] if earlier else [])})
         return found[-1]["run"]
 
     fake = types.ModuleType("wandb")
@@ -98,11 +104,24 @@ def test_wandb_is_given_project_names_and_steps(tmp_path, inits):
     log = opened(tmp_path, wandb_project="mine")
     log.step(dict(step=1, loss=2.0, grad_norm=math.inf, lr=1e-3, seconds_per_step=2.0))
     log.close()
-    ((data, number), end) = inits[0]["run"].calls
+    run = inits[0]["run"]
+    (data,) = run.rows
     assert (inits[0]["project"], inits[0]["group"], inits[0]["entity"]) == ("mine", None, None)
-    assert (data["train/loss"], number) == (2.0, 1)
+    assert (data["train/loss"], data[run.axes["*"]]) == (2.0, 1)
     assert "train/grad_norm" not in data  # it was infinite
-    assert end == ("finish", None)
+    assert run.ends == 1
+
+
+def test_wandb_has_the_steps_that_a_resume_repeats(tmp_path, inits):
+    """W&B's own step only rises: rows of steps 3 and 4 would be dropped where an attempt that was killed had logged 4,
+    and those up to step 1000 where `load_step` goes back from there."""
+    for start_step, losses in ((0, {1: 5.0, 2: 4.0, 3: 3.0, 4: 9.0}), (2, {3: 2.5, 4: 2.0, 5: 1.0})):
+        log = opened(tmp_path, start_step=start_step, wandb_project="mine")
+        for number, loss in losses.items():
+            log.step(step(number) | {"loss": loss})
+    run = inits[1]["run"]
+    shown = {row[run.axes.get("*", "_step")]: row["train/loss"] for row in run.rows}
+    assert shown == {1: 5.0, 2: 4.0, 3: 2.5, 4: 2.0, 5: 1.0}
 
 
 def test_wandb_goes_on_with_the_run_that_is_resumed_and_no_other(tmp_path, inits, monkeypatch):
