@@ -109,7 +109,8 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     """Write --config with the row's schedule, cut and micro-batches, as `megaaccum train` runs it; a searched order is
     a table beside it. Raises ConfigError if `check` would refuse it (nothing is written)."""
     config, name = read_source([args.config]).loaded_config(), row.schedule.name
-    set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE)
+    kept = set() if args.cut else {"pipeline_model_parallel_layout"}
+    set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE - kept)
     table = args.write.with_suffix(".csv")
     before, is_built_in = table.read_bytes() if table.exists() else None, name in BUILT_IN
     keys: dict[str, Any] = dict(
@@ -118,7 +119,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     )  # fmt: skip
     if row.cut is not None and args.cut:
         keys["pipeline_model_parallel_layout"] = layout_of_cut(read_profile(args.profile), row.cut)
-    elif name == "interleaved":
+    elif name == "interleaved" and config.parallel.pipeline_model_parallel_layout is None:
         keys["virtual_pipeline_model_parallel_size"] = row.schedule.chunks
     if name == "interleaved" and args.group_size:
         keys["microbatch_group_size_per_vp_stage"] = args.group_size

@@ -104,6 +104,24 @@ def test_a_search_leads_to_a_run(tmp_path, capsys, monkeypatch):
     assert load("groups.yaml").parallel.microbatch_group_size_per_vp_stage == 4
 
 
+def test_a_cut_of_the_file_stays_unless_another_is_searched(tmp_path, capsys):
+    """Layers that do not divide evenly would else be refused with the advice to give the cut that the file has."""
+    tiny = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
+    uneven = tiny.read_text().replace("num_layers: 4", "num_layers: 5")
+    uneven = uneven.replace("parallel:", "parallel:\n  pipeline_model_parallel_layout: Ettt|ttL", 1)
+    (tmp_path / "cut.yaml").write_text(uneven)
+    files = f"--config {tmp_path}/cut.yaml --write {tmp_path}/run.yaml"
+    words = f"schedule --pp 2 -m 6 --schedule zb-h1 --no-timeline {files}"
+    run(capsys, words)
+    assert load(tmp_path / "run.yaml").parallel.pipeline_model_parallel_layout == "Ettt|ttL"
+    assert main(words.replace("--pp 2", "--pp 4").split()) == 2
+    assert "it has 2 stages, which is not divisible by pipeline_model_parallel_size 4" in capsys.readouterr().err
+    four = uneven.replace("num_layers: 5", "num_layers: 4").replace("Ettt|ttL", "Ett|t|t|L")
+    (tmp_path / "cut.yaml").write_text(four)
+    run(capsys, words.replace("zb-h1", "interleaved"))
+    assert load(tmp_path / "run.yaml").parallel.pipeline_model_parallel_layout == "Ett|t|t|L"
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_a_cut_predicts_further_tokens_with_the_head(schedule, tmp_path, capsys):
     """`check` refuses a cut with them on another stage, which would be faster here."""
