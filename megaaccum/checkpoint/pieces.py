@@ -81,8 +81,8 @@ class Cut:
         return index % row // run == self.run
 
     def meets(self, other: Cut) -> bool:
-        """Whether the runs of two cuts into the same rows overlap."""
-        return (
+        """Whether two cuts may share elements: the runs overlap, or are of other rows."""
+        return self.rows != other.rows or (
             self.run * other.runs < (other.run + 1) * self.runs and other.run * self.runs < (self.run + 1) * other.runs
         )
 
