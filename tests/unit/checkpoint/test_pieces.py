@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def stored(found: list[Piece]) -> StoredPieces:
 @pytest.mark.parametrize("at_once", [1 << 24, 3])
 @pytest.mark.parametrize("written", CUTS, ids=str)
 def test_each_cut_reads_its_elements_from_each_other(written, at_once, monkeypatch):
-    monkeypatch.setattr(pieces, "_AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     there = pieces_of(*written, [1, 5])[::-1]  # in whatever order the files name them
     for wanted in itertools.chain.from_iterable(pieces_of(*cut, [2, 3]) for cut in CUTS):
         target, found = torch.zeros(wanted.stop - wanted.start), stored(there).overlapping(wanted)
@@ -84,3 +85,19 @@ def test_elements_that_no_piece_holds_are_missed(lost):
 def test_a_key_of_no_piece_is_refused(cut, span, size):
     with pytest.raises(CheckpointError, match="unknown tensor"):
         StoredPieces({f"w/param/8x9/{cut}/{span}": (size,)})
+
+
+@pytest.mark.parametrize("name", ["w", "a/b.w"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_a_key_says_what_the_piece_is(name, shape):
+    numel = torch.zeros(shape).numel()
+    piece = Piece(name, "exp_avg", shape, Cut(numel), numel - 1, numel)
+    assert Piece.parse(piece.key) == piece and stored([piece]).has(name, "exp_avg")
+
+
+def test_another_parameter_has_no_elements_of_this_one():
+    there, (whole,) = stored(pieces_of(1, 1, [])), pieces_of(1, 1, [])
+    for wanted in (replace(whole, name="v"), replace(whole, kind="exp_avg"), replace(whole, cut=Cut(80), stop=72)):
+        with pytest.raises(DamagedCheckpoint, match=f"lacks elements of {wanted.name} "):
+            there.overlapping(wanted)
+        assert there.overlapping(replace(wanted, start=5, stop=5)) == []
