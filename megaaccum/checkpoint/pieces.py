@@ -30,7 +30,7 @@ from megaaccum.sharding import ShardingBackend
 from megaaccum.sharding.base import StatePiece
 from megaaccum.sharding.ownership import MatrixUpdates
 
-_AT_ONCE = 1 << 24
+AT_ONCE = 1 << 24
 """Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
 _OF_MATRICES = ("momentum_buffer", "soap_step_0")
 """Kinds that tell whether Muon or SOAP stepped a parameter."""
@@ -81,8 +81,8 @@ class Cut:
         return index % row // run == self.run
 
     def meets(self, other: Cut) -> bool:
-        """Whether the runs of two cuts into the same rows overlap."""
-        return (
+        """Whether two cuts may share elements: the runs overlap, or are of other rows."""
+        return self.rows != other.rows or (
             self.run * other.runs < (other.run + 1) * self.runs and other.run * self.runs < (self.run + 1) * other.runs
         )
 
@@ -248,8 +248,8 @@ def copy(source: torch.Tensor, stored: Piece, start: int, stop: int, wanted: Pie
     if stored.cut == wanted.cut:
         target[start - wanted.start : stop - wanted.start].copy_(source[start - stored.start : stop - stored.start])
         return
-    for low in range(start, stop, _AT_ONCE):
-        positions = torch.arange(low, min(stop, low + _AT_ONCE))
+    for low in range(start, stop, AT_ONCE):
+        positions = torch.arange(low, min(stop, low + AT_ONCE))
         indices = stored.cut.index(positions)
         to = wanted.cut.position(indices)
         mine = wanted.cut.has(indices) & (to >= wanted.start) & (to < wanted.stop)

@@ -44,7 +44,6 @@ class Progress:
         """Count a step, also a skipped one."""
         if self._first_seen is None:
             self._first_seen = self._clock()
-        self._num_steps += 1
         self._num_skipped += bool(record.get("skipped"))
         self._seconds += record["seconds_per_step"]
         self._batches += self._speed.share(record)
@@ -84,7 +83,7 @@ class Progress:
         return [f"ETA {duration(pace * (self._last_step - step))}"]
 
     def _clear(self) -> None:
-        self._num_steps = self._num_skipped = 0
+        self._num_skipped = 0
         self._seconds = self._data = self._batches = 0.0
 
 

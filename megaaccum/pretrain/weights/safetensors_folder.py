@@ -216,7 +216,5 @@ def _write_header(path: Path, layout: Layout) -> dict[str, tuple[str, int]]:
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
     return {name: (path.name, 8 + len(text) + header[name]["data_offsets"][0]) for name in layout}

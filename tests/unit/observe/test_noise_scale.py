@@ -56,6 +56,7 @@ def test_what_cannot_be_estimated_is_not_reported() -> None:
     assert all(map(math.isnan, estimate(2.0, 2.0, 1.0)))  # one micro-batch
     assert ratio([(1.0, -0.5)])[0] == math.inf
     assert math.isnan(ratio([(1.0, 0.5)])[1])
+    assert ratio([(1.0, 1.0), (3.0, 1.0)]) == (2.0, 1.0)  # sqrt((1 + 1) / (2 - 1) / 2)
     meter = NoiseScale([], window=4)
     sums: dict = dict(norm=2.0**0.5, weight=8.0, factor=1.0, batch=64)
     assert meter.report([2.0, 64.0], **sums) == {}
@@ -76,6 +77,9 @@ def test_steps_of_a_growing_batch_tell_one_noise_scale() -> None:
             meter.report([squares, float(batch)], norm=mean_square**0.5, weight=float(batch), factor=1.0, batch=batch)
         )
     assert [each["noise_scale_sequences"] for each in told] == pytest.approx([noise / signal] * 4)
+    later = dict(norm=(signal + 2 * noise / 8) ** 0.5, weight=8.0, factor=1.0, batch=8)
+    last = [meter.report([(signal + 2 * noise) / 8, 8.0], **later) for _ in range(4)][-1]  # type: ignore[arg-type]
+    assert last["noise_scale_sequences"] == pytest.approx(2 * noise / signal), "steps before the window are over"
 
 
 @pytest.mark.parametrize(

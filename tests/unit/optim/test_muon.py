@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megaaccum.config import resolve
 from megaaccum.config.schema import OptimizerConfig
 from megaaccum.errors import ConfigError
 from megaaccum.optim.chosen import optimizer_of
-from megaaccum.optim.muon import Muon, Part, matrices_of
+from megaaccum.optim.muon import Muon, Part, matrices_of, parts_of
 from megaaccum.pretrain.interop.load import load
 from megaaccum.sharding.ownership import Held
 from megaaccum.upstream import emerging
@@ -101,6 +102,27 @@ def test_matrices_of_a_part_cut_over_tp_are_whole():
     across = Held("proj", (Part(0, 16, 16),), 16, 3, 1, 2, 0, 0, 48)
     assert [(m.rows, m.columns) for m in across.matrices()] == [(16, 6)]
     assert [(m.rows, m.columns) for m in held(0, 48).matrices()] == [(8, 3), (4, 3), (4, 3)]
+    down = Held("fc1", (Part(0, 8, 16), Part(8, 8, 16)), 16, 3, 0, 2, 0, 0, 48)
+    assert [(m.rows, m.columns) for m in down.matrices()] == [(16, 3), (16, 3)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "gates", "parts"),
+    [
+        ("", "linear_qkv", False, [(0, 6, 12), (6, 3, 12), (9, 3, 12)]),
+        ("", "linear_qkv", True, [(0, 6, 18), (6, 6, 18), (12, 3, 18), (15, 3, 18)]),
+        ("--no_muon_split_qkv", "linear_qkv", False, [(0, 36, 36)]),
+        ("", "linear_fc1", False, [(0, 18, 36), (18, 18, 36)]),
+        ("--no_muon_split_gated", "linear_fc1", False, [(0, 36, 36)]),
+        ("", "linear_fc2", False, [(0, 36, 36)]),
+    ],
+)
+def test_a_fused_weight_is_the_matrices_that_the_keys_say(flags, name, gates, parts):
+    plan = resolve(load(None, merged(MODEL, f"--optimizer muon {flags}")), world_size=1)
+    sizes = dict(num_attention_heads=4, num_query_groups=2, kv_channels=3, gated_linear_unit=True)
+    config = SimpleNamespace(**sizes, attention_output_gate=gates)
+    weight = torch.nn.Parameter(torch.zeros(36, 2))
+    assert list(parts_of(plan, f"layers.0.{name}.weight", weight, config)) == parts
 
 
 def test_an_optimizer_of_the_callers_own_is_refused():

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.processors import TemplateProcessing
 
 from megaaccum.errors import DataError
-from megaaccum.pretrain.data.chat_rows import put_in_rows
+from megaaccum.pretrain.data.chat_rows import Part, put_in_rows
 from megaaccum.pretrain.data.chats import Chats, ChatTokenizer, parse, read_chats
 from megaaccum.pretrain.data.dataset import Datasets, build_datasets
 from tests.support.chats import CHATML, conversations, write_lines, write_tokenizer
@@ -61,7 +62,12 @@ def test_a_template_that_leaves_out_functions_or_calls_is_refused(tmp_path):
         for name, template in (("a", CHATML), ("b", CHATML.replace("<|im_end|>", calls)), ("c", shown))
     )
     assert counted(calling, {"messages": called}) == "<call>weather<|im_end|>\n"
+    assert counted(calling, {"messages": [TALK[0], called[1] | {"content": None}]}).endswith(
+        "<call>weather<|im_end|>\n"
+    )
     assert counted(showing, {"messages": TALK, "tools": [weather]}) == "cd<|im_end|>\n"
+    marking = tokenizer_of(tmp_path / "d", shown.replace(CHATML, MARKED))
+    assert counted(marking, {"messages": TALK, "tools": [weather]}) == "cd<|im_end|>"
     assert counted(plain, {"messages": TALK, "tools": []}) == "cd<|im_end|>\n"
     for tokenizer, record in (
         (plain, {"messages": called}),
@@ -76,6 +82,7 @@ def test_a_template_that_marks_responses_decides(tmp_path):
     tokenizer = tokenizer_of(tmp_path, MARKED)
     assert counted(tokenizer, {"messages": TALK * 2}) == "cd<|im_end|>" * 2
     assert counted(tokenizer, {"prompt": TALK + TALK[:1], "completion": TALK[1:]}) == "cd<|im_end|>"
+    assert counted(tokenizer, {"messages": TALK}, only_responses=False).startswith("<|im_start|>user\na b")
 
 
 @pytest.mark.parametrize("reply", ["cd", "c\u0301", "xe\u0301", "x\N{GRINNING FACE}", "  cd  ", "\u0301"])
@@ -103,7 +110,13 @@ def test_a_marked_call_without_a_text_counts_alone(tmp_path):
 
 
 def test_tokens_are_those_of_transformers(tmp_path):
+    """The template writes the token that begins a text, so the tokenizer adds no second one."""
     tokenizer = tokenizer_of(tmp_path)
+    first = ("<|endoftext|>", 256)
+    tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    assert tokenizer._tokenizer("a")["input_ids"][0] == first[1]
     for record in conversations(8):
         chat = parse(record, "here")
         ids, _ = tokenizer.encode(chat, "here", only_responses=True)
@@ -152,6 +165,9 @@ def test_a_template_that_hides_responses_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"here: the chat template writes message 2 in another way"):
         counted(tokenizer, {"messages": TALK * 2})
     assert "a b" in counted(tokenizer, {"messages": TALK * 2}, only_responses=False)
+    thinking = tokenizer_of(tmp_path / "thinking", CHATML.replace("assistant\n", "assistant\n<think>"))
+    with pytest.raises(DataError, match=r"here: the chat template writes message 2 in another way"):
+        counted(thinking, {"messages": TALK})
     raising = tokenizer_of(tmp_path / "raising", "{{ raise_exception('alternate!') }}")
     with pytest.raises(DataError, match="here: the chat template raises TemplateError: alternate!"):
         counted(raising, {"messages": TALK})
@@ -208,6 +224,17 @@ def test_a_conversation_whose_response_does_not_fit_is_left_out():
         put_in_rows(chats, range(1, 2), 8, packed=True)
 
 
+def test_conversations_that_lose_their_end_are_counted():
+    part = Part(
+        path=Path("a"),
+        rows=put_in_rows(made_up([4, 9, 10, 30]), range(4), 8, packed=False),
+        weight=1.0,
+        left_out=0,
+        digest="",
+    )
+    assert str(part) == "4 conversations of a in 4 rows, 2 of them cut to 9 tokens"
+
+
 # --- datasets --------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +243,26 @@ def datasets(folder: Path, lines: int = 40, **keys: Any) -> Datasets:
     write_lines(folder / "chats.jsonl", conversations(lines))
     defaults = dict(sft=True, tokenizer_model=str(folder), data_path=[str(folder / "chats.jsonl")], seq_length=96)
     return build_datasets(make_plan(folder, **defaults | dict(split="80,20,0") | keys))
+
+
+def test_the_kept_tokens_of_each_conversation_are_its_own(tmp_path):
+    config = make(sft=True, tokenizer_model=str(write_tokenizer(tmp_path)))
+    chats = read_chats(write_lines(tmp_path / "chats.jsonl", conversations(4)), config.data, tmp_path)
+    for number, record in enumerate(conversations(4)):
+        one = slice(*chats.starts[number : number + 2])
+        ids, counts = ChatTokenizer(config.data).encode(parse(record, "here"), "here", only_responses=True)
+        assert (chats.tokens[one].tolist(), chats.counts[one].tolist()) == (ids, counts)
+
+
+def test_validation_has_all_of_a_file_of_its_own(tmp_path):
+    other = str(write_lines(tmp_path / "other.jsonl", conversations(12, seed=1)))
+    files = dict(data_path=None, train_data_path=[str(tmp_path / "chats.jsonl")], valid_data_path=[other], split=None)
+    data = datasets(tmp_path, **files, eval_iters=3, reset_attention_mask=False)
+    assert data.facts["data"] == "40 conversations of chats.jsonl in 40 rows" and data.facts["split"] == "None"
+    assert data.valid is not None and data.valid_batches == 3
+    alone = datasets(tmp_path, data_path=[other], split="100,0,0", eval_iters=0, reset_attention_mask=False)
+    valid = [tuple(data.valid[i]["tokens"].tolist()) for i in range(12)]
+    assert valid == rows_of(alone, 12)
 
 
 def rows_of(data: Datasets, count: int) -> list[tuple[int, ...]]:

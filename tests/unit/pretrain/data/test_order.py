@@ -74,7 +74,7 @@ def corpora_of(tokens: list[int]) -> Counter:
 def test_a_new_blend_goes_on_where_each_corpus_was(tmp_path, corpora):
     a, b, c = corpora
     old = data(tmp_path, ["0.75", a, "0.25", b], 25)
-    new = resumed(data(tmp_path, ["0.2", a, "0.4", b, "0.4", c], 40), old, 80, 160)
+    new = resumed(data(tmp_path, ["1", a, "2", b, "2", c], 40), old, 80, 160)
     seen, coming = first_tokens(old, 0, 80), first_tokens(new, 80, 160)
     assert corpora_of(seen) == dict(a=60, b=20)
     assert corpora_of(coming) == dict(a=16, b=32, c=32)
@@ -101,6 +101,16 @@ def test_a_start_after_that_goes_on_in_the_new_blend(tmp_path, corpora):
     longer = resumed(data(tmp_path, ["0.5", a, "0.5", b], 50), again, 140, 200)
     assert first_tokens(longer, 120, 160) == first_tokens(new, 120, 160)
     assert len(set(first_tokens(longer, 80, 200)) | set(first_tokens(old, 0, 80))) == 200
+
+
+def test_a_third_start_counts_what_the_spans_of_both_before_use(tmp_path, corpora):
+    """The second is interrupted before its own span begins: a checkpoint there records both."""
+    blend = ["0.75", corpora[0], "0.25", corpora[1]]
+    whole = data(tmp_path, blend, 30)
+    second = resumed(whole, data(tmp_path, blend, 10), 20, 80)
+    third = resumed(whole, second, 24, 120)
+    assert len(third.train) == len(set(first_tokens(third, 0, 120))) == 120
+    assert first_tokens(third, 0, 80) == first_tokens(second, 0, 80)
 
 
 def test_a_corpus_that_was_rebuilt_in_place_gets_new_passes(tmp_path, corpora):

@@ -28,6 +28,34 @@ def test_each_document_goes_where_the_fewest_tokens_are():
         packing.pack(documents, 15, dp_size=2, num_microbatches=1)
 
 
+def test_a_micro_batch_is_its_documents_one_after_the_other():
+    documents, masks = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])]
+    (both,) = packing.pack(documents, 5, loss_masks=masks)
+    assert {name: tensor.squeeze(0).tolist() for name, tensor in both.items()} == {
+        "tokens": [5, 6, 7, 8, 9],
+        "labels": [6, 7, 8, 9, 5],
+        "position_ids": [0, 1, 2, 0, 1],
+        "loss_mask": [0, 1, 0, 1, 0],
+        "lengths": [3, 2],
+    }
+    assert packing.document_mask(both["lengths"]).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    blank = packing.pack(documents, 5, num_microbatches=3)[2]
+    assert lengths_in([blank]) == [2] and not blank["loss_mask"].any(), "the shortest document, which counts nowhere"
+
+
+def test_documents_that_fit_no_micro_batch_are_refused_and_others_take_as_few_as_hold_them():
+    for wrong in ([], [1, 3], [3, 6]):
+        with pytest.raises(DataError, match=f"{len(wrong)} documents of up to {max(wrong, default=0)} tokens"):
+            packing.pack(of_lengths(wrong), 5)
+    assert [lengths_in([each]) for each in packing.pack(of_lengths([3, 3, 3]), 5)] == [[3], [3], [3]]
+
+
 def test_a_step_of_many_documents_is_placed_at_once(monkeypatch):
     """Looking for the lightest of all micro-batches took ten seconds of every step, on every rank."""
     drawn, token = random.Random(0), torch.zeros((), dtype=torch.int64)

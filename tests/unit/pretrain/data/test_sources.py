@@ -126,6 +126,7 @@ def test_samples_of_one_pass_over_a_blend(tmp_path):
     assert epoch_samples(counts, [1, 1]) == 20
     assert epoch_samples(counts, [1, 9]) == 100
     assert epoch_samples([train[0].num_samples(1000)], None) == 1
+    assert train[0].num_samples(25) == 7, "176 tokens: 7 times 25, and the next one"
 
 
 def ranges(tmp_path, split, **options):

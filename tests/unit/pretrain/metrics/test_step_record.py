@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from megaaccum.config.schema.run import RunConfig
 from megaaccum.observe.traffic import Count
+from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.step_record import bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.training.training_run import log_step
 from megaaccum.step.result import StepResult
@@ -33,3 +35,8 @@ def test_the_log_has_what_a_step_reports():
     log_step(log, engine, result, SimpleNamespace(global_batch_size=8))  # type: ignore[arg-type]
     assert (recorded[0]["step"], recorded[0]["noise_scale_sequences"], recorded[0]["loss"]) == (3, 13.5, 2.5)
     assert repr(recorded[0]["num_tokens"]) == "256"
+
+
+def test_a_start_ends_with_the_run_or_after_its_own_steps():
+    assert last_step(RunConfig(train_iters=10), 4) == 10
+    assert [last_step(RunConfig(train_iters=10, max_steps=3), start) for start in (0, 4, 9)] == [3, 7, 10]

@@ -198,6 +198,8 @@ def test_older_files_say_rotation_and_experts_otherwise():
     del content["rope_parameters"]
     found = config_json.keys_from(content)
     assert (found["rotary_base"], found["seq_len_interpolation_factor"]) == (500000, 4.0)
+    del content["rope_theta"], content["rope_scaling"]
+    assert config_json.keys_from(content)["rotary_base"] == 10000
     content = content_of("qwen3_moe")
     content["num_experts"] = content.pop("num_local_experts")
     assert config_json.keys_from(content)["num_experts"] == 4
@@ -251,6 +253,31 @@ def test_gelu_has_to_say_which_one_it_is():
     with pytest.raises(ConfigError, match="say by which one"):
         config_json.json_from(config, "gpt2", 100)
     assert config_json.family_for(plan(openai_gelu=True).config, 100) == "gpt2"
+
+
+def test_exact_gelu_stays_exact(tmp_path):
+    content = content_of("gpt2") | {"activation_function": "gelu"}
+    found, config = config_json.keys_from(content), planned(tmp_path, content)
+    assert found["bias_gelu_fusion"] is False and not found.get("openai_gelu")
+    assert config_json.json_from(config, "gpt2", hf.VOCAB)["activation_function"] == "gelu"
+    assert config_json.family_for(config, hf.VOCAB) == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "frequency"),
+    [(1, [], 1), (3, [], [0, 0, 1, 0, 0, 1]), (2, [3], [0, 1, 0, 0, 0, 1]), (1, [1, 3, 5], [1, 0, 1, 0, 1, 0])],
+)
+def test_experts_lie_in_the_layers_that_have_them(step, dense, frequency, tmp_path):
+    changed = {"num_hidden_layers": 6, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    content = content_of("qwen3_moe") | changed | {"layer_types": None}
+    assert config_json.keys_from(content)["moe_layer_freq"] == frequency
+    config = planned(tmp_path, content)
+    if frequency == [1, 0, 1, 0, 1, 0]:
+        config.model.moe_layer_freq = 2  # Megatron's number: each second layer from the first
+    written = config_json.json_from(config, "qwen3_moe", hf.VOCAB)
+    sparse = frequency if isinstance(frequency, list) else [frequency] * 6
+    assert written["decoder_sparse_step"] == 1
+    assert written["mlp_only_layers"] == [layer for layer in range(6) if not sparse[layer]]
 
 
 def test_another_model_is_named_with_the_value_to_set(tmp_path):

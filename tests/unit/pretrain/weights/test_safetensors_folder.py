@@ -30,7 +30,11 @@ def test_shards_hold_what_was_given_and_are_read_by_the_library(tmp_path):
     }
     weights = written(tmp_path / "model", tensors, most=70)
     index = json.loads((tmp_path / "model" / safetensors_folder.INDEX).read_text())
-    assert index["metadata"]["total_size"] == 64 + 32 + 32 and len(set(index["weight_map"].values())) == 2
+    assert index["metadata"]["total_size"] == 64 + 32 + 32
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert index["weight_map"] == {"t0": first, "t1": second, "t2": second}, "no file is longer than 70 bytes"
+    for file in (first, second):
+        assert int.from_bytes((tmp_path / "model" / file).read_bytes()[:8], "little") % 8 == 0, "numbers lie aligned"
     for name, tensor in tensors.items():
         assert torch.equal(weights.read(name), tensor)
         assert torch.equal(load_file(weights.files[name])[name], tensor)
@@ -61,8 +65,20 @@ def test_an_index_of_files_that_no_folder_has_is_one_error(tmp_path, file):
         Weights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("said", "text"), [({"a": 2, "b": 1, "c": 2}, "says that a is in"), ({"a": 1, "c": 2}, "has b, which .* does not")]
+)
+def test_an_index_that_says_otherwise_than_the_files_is_refused(tmp_path, said, text):
+    written(tmp_path / "model", {name: torch.zeros(8) for name in "abc"}, most=64)
+    index = {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for name, number in said.items()}}
+    (tmp_path / "model" / safetensors_folder.INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=text):
+        Weights(tmp_path / "model")
+
+
 def test_an_altered_tensor_is_named(tmp_path):
     written(tmp_path / "model", {"a": torch.zeros(8), "b": torch.ones(8)})
+    assert not (tmp_path / "model" / safetensors_folder.INDEX).exists(), "one file needs none"
     path = tmp_path / "model" / safetensors_folder.SINGLE
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
