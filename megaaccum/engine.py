@@ -120,8 +120,10 @@ class Engine:
     methods name the error. One of these that every rank raises in `forward` or `evaluate`, and any error in the block
     of a `trial`, changes nothing.
 
-    Ranks that wait for one that has failed end when its process does. If an optimizer failed on one rank alone, and no
-    rank waits for another in an update, the others have made the step: their next call raises the StepError too.
+    Ranks that wait for one that has failed end when its process does. If the user's code fails on one rank in `forward`
+    or `evaluate`, every rank raises its error, unless ranks wait for each other within a forward (tp, cp, ep,
+    `sync: streaming`). If an optimizer failed on one rank alone, the others have made the step: their next call raises
+    the StepError too, but with experts or `speculative_step` ranks wait for each other after an update.
     """
 
     def __init__(
@@ -236,8 +238,9 @@ class Engine:
         """Start the next step's gather of parameters (ZeRO-3, `sync: resident`) early, so that it overlaps reading data
         or logging. Until that step, an evaluation, `save` or `load`, nothing else may read or write the chunks'
         parameters. Call it on every rank or on none."""
-        with self._guarded(agrees=False):
-            self.train_steps.gather_ahead()
+        with self._guarded(agrees=False), self.observer.watching():
+            self.observer.phase("gather")
+            self.backend.gather_ahead()
 
     def forward_backward(
         self,
@@ -283,7 +286,8 @@ class Engine:
                 if not 0.0 <= (known := float(total_weight or 0.0)) < float("inf"):
                     raise ConfigError(f"total_weight is {known}: give the sum of all weights, finite and not negative")
             except ConfigError as error:
-                self.train_steps.refuse(error)
+                self.train_steps.agree_on_call("forward_backward", error)
+                raise
             self.train_steps.forward_backward(batch, total=None if total_weight is None else known)
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:

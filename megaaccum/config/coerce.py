@@ -63,18 +63,14 @@ def _coerce_literal(value: object, choices: tuple[object, ...]) -> object:
 
 
 def _coerce_list(value: object, member: object) -> list[object]:
-    if isinstance(value, str):
-        value = _list_from_text(value, member)
+    if isinstance(value, str) and member is int:
+        words = value.replace(",", " ").split()
+        value = words if len(words) > 1 and all(map(str.isdecimal, words)) else evaluate_int_list(value)
+    elif isinstance(value, str):
+        value = value.replace(",", " ").split() if "," in value else [value]
     if not isinstance(value, list | tuple):
         raise NotOfType(f"a list of {'whole numbers' if member is int else 'names'}")
     return [coerce(item, member) for item in value]
-
-
-def _list_from_text(text: str, member: object) -> object:
-    if member is int:
-        words = text.replace(",", " ").split()
-        return words if len(words) > 1 and all(map(str.isdecimal, words)) else evaluate_int_list(text)
-    return text.replace(",", " ").split() if "," in text else [text]
 
 
 def evaluate_int_list(text: str) -> list[int]:

@@ -34,7 +34,7 @@ def check_agreement(
     tell: Mapping[str, int] | None = None,
     usual: Mapping[str, int] | None = None,
     stop: bool = False,
-    problem: MegaaccumError | None = None,
+    problem: Exception | None = None,
     add: tuple[int, int] = (0, 0),
     **facts: int,
 ) -> Agreed:
@@ -157,7 +157,8 @@ def _raise_each(problem: BaseException | None) -> NoReturn:
     everyone = gathered(mine)
     if problem is not None and not isinstance(problem, MegaaccumError):
         raise problem
-    kind = next(each[0] for each in everyone if each)
+    # The first rank's, and beside a bug, after which an engine cannot be used, one that says so on every rank.
+    kind = max((each[0] for each in everyone if each), key=lambda kind: kind is LaunchError)
     said: dict[str, list[int]] = {}
     for rank, each in enumerate(everyone):
         if each:

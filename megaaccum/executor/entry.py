@@ -183,11 +183,14 @@ class ForwardBackward:
         blank = torch.empty(0, dtype=call.config.pipeline_dtype, device=cpu.device())
         channels = self._channels_of(pp, schedule)
         is_first = bool(call.forward_only) not in self._has_run
+        size = schedule.num_microbatches, call.forward_only
+        if size not in self._needed:
+            self._needed[size] = sends_needed(schedule, pp.rank(), forward_only=call.forward_only)
         mail = Mail(
             schedule,
             channels.by_host if is_first and channels.by_host is not None else channels,
             lambda message: blank.new_empty(shapes[message[1]]),
-            self._sends_needed(schedule, pp.rank(), call.forward_only),
+            self._needed[size],
             forward_only=call.forward_only,
         )
         splitting = [layer for chunk in call.chunks for layer in self._installed[chunk]]
@@ -225,12 +228,6 @@ class ForwardBackward:
             validate(schedule)
             self._proven.add(num_microbatches)
         return schedule
-
-    def _sends_needed(self, schedule: Schedule, rank: int, forward_only: bool) -> dict[tuple[str, Message], int]:
-        size = schedule.num_microbatches, forward_only
-        if size not in self._needed:
-            self._needed[size] = sends_needed(schedule, rank, forward_only=forward_only)
-        return self._needed[size]
 
     def _channels_of(self, pp: torch.distributed.ProcessGroup, schedule: Schedule) -> PipelineChannels:
         if id(pp) not in self._channels:

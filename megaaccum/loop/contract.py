@@ -414,7 +414,9 @@ def wrap(
     raise_on_all_ranks(_check, plan, bare)
     chunk_config.prepare_together(plan, built, bare)
     by_pattern.freeze(plan, bare)
-    _broadcast(built, bare)
+    for chunk in bare:
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            dist.broadcast(tensor.data, group=names.dp_group(tensor, built), group_src=0)
     inner = optimizer_of(plan, bare, optimizer)
     step = LoopStep(plan, built, bare, sharding.build(plan, built, bare, inner), per_token=per_token[0])
     step.fill_hooks()
@@ -448,13 +450,6 @@ def _check(plan: Plan, chunks: list[torch.nn.Module]) -> None:
         " move the chunks there first (chunk.to(device))": elsewhere,
     }
     raise_problems([text for text, applies in refused.items() if applies])
-
-
-def _broadcast(groups: Groups, chunks: list[torch.nn.Module]) -> None:
-    """Broadcast weights and buffers of the first data-parallel rank."""
-    for chunk in chunks:
-        for tensor in (*chunk.parameters(), *chunk.buffers()):
-            dist.broadcast(tensor.data, group=names.dp_group(tensor, groups), group_src=0)
 
 
 def get_forward_backward_func(plan: Plan) -> Callable[..., list[Any]]:

@@ -67,7 +67,9 @@ def _check_rank(schedule: Schedule, rank: int) -> tuple[int, int]:
         state[at] = then
         if kind == "F":
             if microbatch != next_forward[chunk]:
-                raise _fail(schedule, rank, _not_due(action, next_forward[chunk]))
+                due = action._replace(microbatch=next_forward[chunk])
+                why = "forwards of a chunk go in the order of micro-batches, as data iterators give them"
+                raise _fail(schedule, rank, f"{action.describe()} comes before {due}; {why}")
             next_forward[chunk] += 1
             live += 1
             if live > peak_live:
@@ -83,13 +85,6 @@ def _check_rank(schedule: Schedule, rank: int) -> tuple[int, int]:
     if state.count(3) != len(state):
         raise _fail(schedule, rank, _missing(schedule, state))
     return peak_live, peak_owed
-
-
-def _not_due(action: Action, due: int) -> str:
-    return (
-        f"{action.describe()} comes before {action._replace(microbatch=due)}; forwards of a chunk go in the order of"
-        " micro-batches, as data iterators give them"
-    )
 
 
 def _wrong_order(action: Action, state: int) -> str:

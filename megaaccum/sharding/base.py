@@ -15,6 +15,7 @@ import torch
 
 from megaaccum.model import names
 from megaaccum.observe.memory import HighWater
+from megaaccum.platform.replacing import replaced
 from megaaccum.sharding.owner_sums import OwnerSums
 from megaaccum.sharding.reduction import sum_over_tp, sum_tied_copies
 from megaaccum.sharding.sum_tree import AnyOrder, MicrobatchSums
@@ -62,6 +63,25 @@ class StatePiece(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+def run_to_its_end(update: Callable[[], object], optimizer: Any) -> None:
+    """Run `update`, which calls `optimizer.step`. An error there is raised after the rest of the update, in which other
+    ranks wait for this one's share of the new weights."""
+    step, raised = optimizer.step, list[BaseException]()
+
+    def run(*args: Any, **keys: Any) -> None:
+        try:
+            step(*args, **keys)
+        except BaseException as error:
+            raised.append(error)
+
+    try:
+        with replaced(optimizer, step=run):
+            update()
+    finally:
+        if raised:
+            raise raised[0]
+
+
 class ShardingBackend(ABC):
     """One way of sharding, as Megatron's schedules see it. Every method is collective over the data-parallel group.
 
@@ -89,9 +109,6 @@ class ShardingBackend(ABC):
 
     observers: Sequence[Any] = ()
     """Observers of each micro-batch's forward step (step/forward_step.py), with a method `begin_flush(function)`."""
-
-    steps_alone = True
-    """Whether no rank waits for another in `step`."""
 
     can_defer = True
     """Whether gradients of a flush that was not the last may wait, unreduced, for `finish_reduction`. If not, the last

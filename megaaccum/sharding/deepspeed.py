@@ -22,7 +22,7 @@ from megaaccum.executor import wgrad
 from megaaccum.model import names
 from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
-from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, run_to_its_end
 from megaaccum.sharding.cold_experts import ColdExperts
 from megaaccum.sharding.fp32_sums import Fp32Sums, SumsOfKernels
 from megaaccum.sharding.in_one_order import Zero3InOneOrder, Zero12InOneOrder
@@ -65,7 +65,6 @@ class DeepSpeedBackend(AccumulatingBackend):
         if self.sums.in_one_order and plan.layout.ep > 1:
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
-        self.steps_alone = isinstance(self.driver, zero.Zero3) or groups.dp_cp.size() == 1
         adam.check_calls(optimizer, len(self.driver.masters))
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)
@@ -159,7 +158,7 @@ class DeepSpeedBackend(AccumulatingBackend):
 
     def step(self) -> None:
         """DeepSpeed's step: the optimizer on this rank's partitions, then (ZeRO-1, -2) the gather of new weights."""
-        self.engine.step()
+        run_to_its_end(self.engine.step, self.optimizer.optimizer)
         self._updates.done += 1
 
     def copy_gradients(self) -> Callable[[], None]:

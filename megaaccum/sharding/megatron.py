@@ -25,7 +25,7 @@ from megaaccum.optim import owners
 from megaaccum.platform import cpu
 from megaaccum.sharding import experts
 from megaaccum.sharding.agreed_order import AgreedOrder
-from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece
+from megaaccum.sharding.base import AccumulatingBackend, GradShard, StatePiece, run_to_its_end
 from megaaccum.sharding.in_one_order import ReduceScatter, others_like
 from megaaccum.sharding.sum_tree import order_of
 from megaaccum.upstream import adam, emerging, megatron, pytorch
@@ -86,7 +86,6 @@ class MegatronBackend(AccumulatingBackend):
         self._missing: Counter[Any] = Counter()
         """How many parameters of a bucket group have a gradient to come."""
         self._splits = plan.layout.splits_backward
-        self.steps_alone = groups.dp_cp.size() == 1
         in_buckets = [param for param in self._trained() if id(param) in self._bucket]
         self._in_order = AgreedOrder(plan, groups, chunks, in_buckets, self.complete)
         for ddp in self._ddp:
@@ -210,6 +209,10 @@ class MegatronBackend(AccumulatingBackend):
             start, stop = megatron.share(self.optimizer, param)
             if stop > start:
                 yield GradShard(name, param, param.main_grad.view(-1)[start:stop], start)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Megatron's step: the optimizer on this rank's shares, then the gather of new weights."""
+        run_to_its_end(self.optimizer.step, self.optimizer.optimizer)
 
     def discard(self) -> None:
         """Nothing to do: the next step empties the buffers."""

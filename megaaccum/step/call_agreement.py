@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaaccum.config import Plan
     from megaaccum.step.train_step import TrainStep
 
-_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward", "trial")
+_CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward", "trial", "the end of a forward")
 _CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
@@ -91,7 +91,7 @@ def on_call(
     *,
     calls: int = 0,
     stop: bool = False,
-    problem: MegaaccumError | None = None,
+    problem: Exception | None = None,
     given: tuple[int, int] = (0, 0),
     add: tuple[int, int] = (0, 0),
     **facts: int,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megaaccum.distributed.agreement import raise_together
 from megaaccum.distributed.sums import sums_over_ranks
 from megaaccum.errors import MegaaccumError
 from megaaccum.step import call_agreement, world_sums
@@ -31,6 +30,8 @@ def forward(steps: TrainStep, batch: Microbatches) -> Tally:
     for chunk in steps.chunks:
         chunk.eval()
     evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(steps.plan, steps.groups, len(batch))))
+    layout, streams = steps.plan.layout, steps.backend.streamed_modules()  # or ranks wait for others within a forward
+    evaluation.tally.keeps_errors = layout.tp == layout.cp == layout.ep == 1 and not streams
     evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
     try:
         with torch.no_grad():
@@ -39,7 +40,7 @@ def forward(steps: TrainStep, batch: Microbatches) -> Tally:
         for module in training:  # a part that is frozen may be evaluated in training too
             module.training = True
         steps.fp8.restore(before)
-    raise_together(evaluation.tally.problem)
+    call_agreement.on_call("the end of a forward", steps, problem=evaluation.tally.problem)
     return evaluation.tally
 
 

@@ -69,13 +69,16 @@ class ForwardStep:
         try:
             with replaced(torch.autograd, backward=partial(self._hear_backward, torch.autograd.backward, chunk)):
                 given = user(data_iterator, chunk, **({"return_schedule_plan": True} if return_schedule_plan else {}))
-        except StopIteration as error:
-            raise FlushError(
-                f"the data of chunk {number} ended before micro-batch {index + 1} of the {len(self._batch)} of this"
-                " flush: give as many, of which forward_step_func takes one per call"
-            ) from error
-        if not isinstance(given, tuple | list) or len(given) != 2:
-            raise TypeError(f"forward_step_func has to return (output, loss_func), but returned {type(given).__name__}")
+            if not isinstance(given, tuple | list) or len(given) != 2:
+                raise TypeError(f"forward_step_func has to return (output, loss_func), not {type(given).__name__}")
+        except Exception as error:
+            if isinstance(error, StopIteration):
+                ended = f"the data of chunk {number} ended before micro-batch {index + 1} of the {len(self._batch)}"
+                error = FlushError(f"{ended} of this flush: give as many; forward_step_func takes one per call")
+            if not self._tally.keeps_errors:
+                raise error
+            self._tally.problem = self._tally.problem or error
+            given = self._no_tokens, lambda zero: (zero, 0.0, {})
         output, loss_func = given
         if self._sent and number != self._last and not return_schedule_plan:
             output = pytorch.without_base(self._as_sent(output, number, index, chunk.config))
@@ -125,7 +128,9 @@ class ForwardStep:
         def scaled(output: torch.Tensor, non_loss_data: bool = False) -> tuple[torch.Tensor, ...]:
             try:
                 total, weight, reports = read_triple(loss_func(output))
-            except StepError as error:  # other stages wait for this one: the flush continues, and all raise after it
+            except Exception as error:  # other stages wait for this one: the flush continues, and all raise after it
+                if not (self._tally.keeps_errors or isinstance(error, StepError)):
+                    raise
                 self._tally.problem = self._tally.problem or error
                 total, weight, reports = _nothing(output)
             if not total.requires_grad and (zero := _nothing(output)[0]).requires_grad:

@@ -98,13 +98,15 @@ def spread_over_batch(plan: Plan, groups: Groups, each: int) -> Spread | None:
 @dataclass
 class Tally:
     """Values that loss functions returned in one step on this rank; empty except on a last stage. `problem`: the first
-    error in them, raised on all ranks at the next collective that they share."""
+    error in them, raised on all ranks at the next collective that they share. keeps_errors: any error of the user's
+    code is such a problem, after which the flush continues."""
 
     spread: Spread | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
-    problem: StepError | None = None
+    problem: Exception | None = None
+    keeps_errors: bool = False
 
     def add(self, weight: torch.Tensor | float) -> None:
         """Take note of a weight alone: the losses are another loop's to report."""

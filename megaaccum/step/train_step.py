@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -299,7 +299,7 @@ class TrainStep:
         if self.backend.matrices is not None:
             self.backend.matrices.orthogonalise()
         waits = self.plan.config.model.num_experts or self.plan.config.step.speculative_step  # after it
-        self.amid = "update" if self.backend.steps_alone and not waits else "weights"
+        self.amid = "weights" if waits else "update"
         self.backend.step()
         router_state.update_bias(self.chunks, self.groups)
 
@@ -355,13 +355,13 @@ class TrainStep:
         the step has as many micro-batches as the plan says. total: N of the whole step, over all ranks and calls, if it
         is known.
         """
-        self.drop_begun()
         with self.observer.watching():
             bits = -1 if total is None else int(torch.as_tensor(total, dtype=torch.float64).view(torch.int64))
             known = dict(num_microbatches=len(batch), total_weight=bits)
             expected = round(batch.expected or self.batch.micro_batch_size * self.batch.seq_length)
             lacks = (batch.weights is None) + (not batch.can_run_again) * call_agreement.MORE_THAN_RANKS
             agreed = self.agree_on_call("forward_backward", None, add=(expected, lacks), **known)
+            self.drop_begun()
             batch = call_agreement.with_lengths(batch, self.plan, self.groups.pp)
             # What some rank does not know, or cannot run again or in several flushes, none does.
             iterators, unknown = divmod(agreed.sums[1], call_agreement.MORE_THAN_RANKS)
@@ -386,13 +386,6 @@ class TrainStep:
             self.observer.phase("forward_backward")
             self.flush(opened, batch, reduce=last or not self.backend.can_defer)
             self.opened = opened
-
-    def refuse(self, problem: ConfigError) -> NoReturn:
-        """Raise on every rank why this one cannot make the call of forward_backward that the others make."""
-        self.drop_begun()
-        with self.observer.watching():
-            self.agree_on_call("forward_backward", problem)
-        raise problem
 
     def optim_step(self, *, stop: bool = False, problem: MegaaccumError | None = None) -> StepResult:
         """End the open step: reduce the remaining gradients, divide, judge, update, commit."""
@@ -463,12 +456,6 @@ class TrainStep:
         if opened is not None:
             self.drop(opened)
 
-    def gather_ahead(self) -> None:
-        """Begin the gather that the next step begins with, and which counts for it."""
-        with self.observer.watching():
-            self.observer.phase("gather")
-            self.backend.gather_ahead()
-
     def drop_begun(self) -> None:
         """End the step that began before its call, if one has (SpeculativeTrainStep). Collective over the world."""
 
@@ -528,7 +515,5 @@ class TrainStep:
     def agree_on_call(self, call: str, problem: MegaaccumError | None, **facts: Any) -> Any:
         """All ranks make the same call, after as many of forward_backward, or all raise. Raises a `problem` of any rank
         too, and what was wrong with the values of an earlier call on some rank."""
-        calls = 0
-        if self.opened is not None:
-            calls, problem = len(self.opened.calls), problem or self.opened.tally.problem
-        return call_agreement.on_call(call, self, calls=calls, problem=problem, **facts)
+        calls, before = (0, None) if self.opened is None else (len(self.opened.calls), self.opened.tally.problem)
+        return call_agreement.on_call(call, self, calls=calls, problem=problem or before, **facts)

@@ -95,7 +95,9 @@ def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
     """[bad weights, 1 if there is a problem, 1 if reports have new names, zeroed elements] of this rank, float64
     scalars on its device."""
     zeroed = torch.zeros((), device=cpu.device()) if steps.recovery.zero is None else steps.recovery.zero.total()
-    parts = [*counted(steps.groups, [*tally.faults(), steps.reports.unknown_names(tally)]), zeroed]
+    bad, problem = tally.faults()
+    own = [bad / steps.groups.tp.size(), problem]  # a rank of tp whose values are not those of the first counts too
+    parts = [*own, *counted(steps.groups, [steps.reports.unknown_names(tally)]), zeroed]
     return [part.to(cpu.device(), torch.float64) for part in parts]
 
 
@@ -132,7 +134,7 @@ def with_faults(steps: TrainStep, opened: OpenStep, attempt: Attempt) -> Attempt
 def refuse_weights(bad: float, why: str = "a weight that is negative or not finite") -> None:
     """Raise StepError if loss functions gave micro-batches, `bad` over all ranks, what cannot be a weight."""
     if bad:
-        raise StepError(f"{bad:.0f} micro-batches have {why}: fix the loss function").printed_once()
+        raise StepError(f"{math.ceil(bad)} micro-batches have {why}: fix the loss function").printed_once()
 
 
 def noise_report(steps: TrainStep, verdict: Attempt) -> dict[str, float]:

@@ -87,16 +87,10 @@ class ZeroDriver(ABC):
             for hook in hooks:
                 hook.remove()
             hooks.clear()
-        self._step_without_verdict()
-
-    def _step_without_verdict(self) -> None:
-        """Let `optimizer.step()` step, whatever it thinks of the gradients.
-
-        megaaccum has taken the norm and the verdict by then, over all ranks at once. DeepSpeed's own come from one more
-        pass over the gradients and several small collectives, and its memory of a gradient that was dropped
-        (`inf_or_nan_tracker` of stage 3, `local_overflow` of stages 1 and 2 with offload) would skip a later, good
-        step.
-        """
+        # `step` steps, whatever it thinks of the gradients: megaaccum has taken the norm and the verdict by then, over
+        # all ranks at once. DeepSpeed's own come from one more pass over the gradients and several small collectives,
+        # and its memory of a gradient that was dropped (`inf_or_nan_tracker` of stage 3, `local_overflow` of stages 1
+        # and 2 with offload) would skip a later, good step.
         self.optimizer.check_overflow = lambda partition_gradients=True: None
         self.optimizer._get_norm_groups = lambda: [0.0]  # stage 3; a tensor would be read, and the host wait for it
         self.optimizer.compute_grad_norm = False  # stages 1 and 2

@@ -413,6 +413,47 @@ def test_loss_functions_that_give_something_else():
             assert (second, same) == ("", "True"), (case, seen)
 
 
+def wrong_losses_of_one_tp_rank() -> dict[str, list[str]]:
+    """The texts of steps in which the loss function of the second rank of tp gives something wrong, and of a step
+    after each."""
+    import torch
+
+    from tests.support import engines
+    from tests.support.parity import Case, microbatches
+
+    wrong = {
+        "number": lambda total, weight: (float(total), weight, {}),
+        "pair": lambda total, weight: (total, weight),
+        "detached": lambda total, weight: (total.detach(), weight, {}),
+        "nan": lambda total, weight: (total, weight * float("nan"), {}),
+    }
+    made, seen = engines.engine_of(Case(2, "--tp 2 --num_chunks 4", "--num_layers 1")), {}
+    for name, change in wrong.items() if torch.distributed.get_rank() else dict.fromkeys(wrong).items():
+
+        def step(data_iterator, chunk, change=change):
+            output, loss_func = engines.forward_step(data_iterator, chunk)
+            return output, (lambda out: change(*loss_func(out)[:2])) if change else loss_func
+
+        data = microbatches(made.plan, 0)
+        made.train_steps.forward_step_func = step
+        first, made.train_steps.forward_step_func = said(lambda data=data: made.train_step(data)), engines.forward_step
+        seen[name] = [first, said(lambda data=data: made.train_step(data))]
+    return seen
+
+
+def test_a_wrong_loss_of_one_tp_rank_is_no_gradient_of_zero():
+    """Losses and weights are added up of the first ranks of tp, whose own values are right."""
+    texts = {
+        "number": "rank 1: the first value of a loss function has to be a scalar tensor, the sum of losses, not float",
+        "pair": "rank 1: a loss function has to return (sum of the losses, weight, reports), but it returned 2 values",
+        "detached": "or a sum of losses without a gradient",
+        "nan": "2 micro-batches have a weight that is negative or not finite",
+    }
+    for seen in run_ranks(wrong_losses_of_one_tp_rank, 2, timeout=90):
+        for name, text in texts.items():
+            assert text in seen[name][0] and seen[name][1] == "", (name, seen)
+
+
 def dying(*args, **keys):
     """An optimizer whose update of the model fails."""
     import torch
@@ -495,7 +536,7 @@ def wrong_calls() -> dict[str, str]:
         made.train_step(batches())
     plan = Plan.of(batch=KEYS["batch"], sharding=dict(backend="ddp"), world_size=2)
     keys = dict(forward_step_func=lambda data, model: model(next(data)).sum(), optimizer=torch.optim.AdamW)
-    with pytest.raises(TypeError, match=r"has to return \(output, loss_func\), but returned Tensor"):
+    with pytest.raises(TypeError, match=r"has to return \(output, loss_func\), not Tensor"):
         initialize(plan, torch.nn.Linear(8, 8), groups=build_groups(plan), **keys).train_step(batches())
     made = engine()
     layer = made.chunks[0].weight.eval()  # as a frozen part is held
@@ -517,7 +558,7 @@ CALLS = {
     "no gradient": "step 1 has no gradient: call forward_backward before optim_step",
     "counts": "ranks disagree about num_microbatches (rank 0: 2; rank 1: 3)",
     "calls": "ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4 forward,"
-    " 5 trial) (rank 0: 1; rank 1: 2)",
+    " 5 trial, 6 the end of a forward) (rank 0: 1; rank 1: 2)",
     "totals": "ranks disagree about total_weight",
     "negative weights": "rank 1: weights has one that is negative or not finite: [1.0, -1.0]",
     "nan weights": "rank 1: weights has one that is negative or not finite: [1.0, nan]",
@@ -529,7 +570,7 @@ CALLS = {
     "one iterator, forward_backward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "one iterator, forward": "rank 1: data comes from an iterator: give num_microbatches with it",
     "counts of a forward": "ranks disagree about num_microbatches (rank 0: 4; rank 1: 5)",
-    "a step and a forward": "4 forward, 5 trial) (rank 0: 0; rank 1: 4)",
+    "a step and a forward": "5 trial, 6 the end of a forward) (rank 0: 0; rank 1: 4)",
     "nothing, evaluate": "rank 1: data comes from an iterator: give num_microbatches with it",
     "counts of a trial": "ranks disagree about num_microbatches (rank 0: 4; rank 1: 5)",
     "one iterator, after it": "",

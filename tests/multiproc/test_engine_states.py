@@ -203,7 +203,7 @@ def own_errors(folder: str, mode: str) -> dict[str, Any]:
     return seen
 
 
-def failed_alone(folder: str, mode: str, pp: int) -> tuple[str, str, set[str]]:
+def failed_alone(folder: str, mode: str, pp: int, hook: str) -> tuple[str, str, set[str]]:
     """The text of a step whose update fails on rank 1 alone, that of a save after it, and those of all other calls."""
     import torch
 
@@ -215,7 +215,7 @@ def failed_alone(folder: str, mode: str, pp: int) -> tuple[str, str, set[str]]:
 
     def made_of(params):
         optimizer = torch.optim.AdamW(params)
-        optimizer.register_step_post_hook(breaks)
+        getattr(optimizer, f"register_step_{hook}_hook")(breaks)
         return optimizer
 
     data = own_batches()
@@ -233,6 +233,69 @@ def failed_alone(folder: str, mode: str, pp: int) -> tuple[str, str, set[str]]:
     )
     found = {said(call) for call in calls}
     return first, said(lambda: made.save(folder)), found
+
+
+def text_of(action) -> str:
+    """Class and text of the error that `action` raises, of whichever kind, or nothing."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def breaks_on_rank_1(kind: type[Exception]) -> None:
+    import torch
+
+    if torch.distributed.get_rank() == 1:
+        raise kind("a broken sample")
+
+
+def evaluate_broken(made, data: list, fault: str, kind: type[Exception]) -> None:
+    """An evaluation in which the user's code fails on rank 1 in the last micro-batch."""
+
+    def step(data_iterator, chunk):
+        microbatch = next(data_iterator)
+        is_last = microbatch is data[-1]
+        if is_last and fault == "forward":
+            breaks_on_rank_1(kind)
+        output, loss_func = forward_step(iter([microbatch]), chunk)
+
+        def loss(out):
+            if is_last and fault == "loss":
+                breaks_on_rank_1(kind)
+            return loss_func(out)
+
+        return output, loss
+
+    def items():
+        yield from data[:-1]
+        if fault == "data":
+            breaks_on_rank_1(kind)
+        yield data[-1]
+
+    chunks = len(made.chunks)
+    made.forward([items() for _ in range(chunks)] if chunks > 1 else items(), 4, forward_step_func=step)
+
+
+def evaluated_alone(mode: str, pp: int, fault: str) -> list:
+    """The texts of evaluations in which the user's code fails on rank 1 alone, and of calls after them: of one of
+    megaaccum's classes, and whether the next step is as without it, then of another class."""
+    import torch
+
+    from megaaccum.errors import DataError
+
+    keys: dict = {"layout": dict(pp=pp)} | dict(batch=BATCH, **MODES[mode])
+    model = half_of_a_v if "layout" in MODES[mode] else chunk_of if pp == 2 else lambda rank: chunk_of(0, 1)
+    data = own_batches()
+    due = ends(engine(model, keys=keys).train_step(data))
+    made = engine(model, keys=keys)
+    seen: list[Any] = [text_of(lambda: evaluate_broken(made, data, fault, DataError))]
+    if "streaming" in mode:  # rank 0 waits for rank 1
+        seen.append(text_of(lambda: made.train_step(data)) if torch.distributed.get_rank() == 1 else "")
+        return [*seen, ends(made.train_step(data)) == due]
+    seen.append(ends(made.train_step(data)) == due)
+    return [*seen, text_of(lambda: evaluate_broken(made, data, fault, ValueError)), said(lambda: made.train_step(data))]
 
 
 def half_loaded(folder: str, mode: str) -> dict[str, Any]:
@@ -397,13 +460,14 @@ def test_an_error_of_the_users_own_code_makes_a_failed_engine_whatever_its_class
         assert seen == {"save part": "", "loaded": "", "save loaded": "", "after evaluation": True}
 
 
-ALONE = [("zero-1", 2), ("megatron", 2), ("zero-3", 1), ("zero-3 streaming", 1), ("fsdp2", 1), ("ddp", 1)]
+ALONE = [(mode, pp, "post") for mode, pp in itertools.product(("zero-1", "megatron", "zero-3"), (1, 2))]
+ALONE += [(mode, 1, "pre") for mode in ("zero-1", "zero-2", "zero-3 streaming", "megatron", "fsdp2", "ddp")]
 
 
-@pytest.mark.parametrize(("mode", "pp"), ALONE)
-def test_an_update_that_failed_on_one_rank_ends_the_next_call_of_all(tmp_path, mode, pp):
-    """The others have made the step, and would wait in that call."""
-    by_rank = run_ranks(failed_alone, 2, str(tmp_path), mode, pp, timeout=90)
+@pytest.mark.parametrize(("mode", "pp", "hook"), ALONE)
+def test_an_update_that_failed_on_one_rank_ends_the_next_call_of_all(tmp_path, mode, pp, hook):
+    """The others have made the step, and would wait in it for new weights, or in that call."""
+    by_rank = run_ranks(failed_alone, 2, str(tmp_path), mode, pp, hook, timeout=90)
     assert [first for first, *_ in by_rank] == ["", "DataError: a broken sample"]
     for _, saved, found in by_rank:
         assert "a change of the weights failed midway" in saved
@@ -411,6 +475,28 @@ def test_an_update_that_failed_on_one_rank_ends_the_next_call_of_all(tmp_path, m
             "StepError: rank 1: the engine failed before (DataError: a broken sample) and cannot continue: start again"
             " from a checkpoint"
         }
+
+
+EVALUATED = [("zero-3", 1, "loss"), ("ddp", 1, "forward"), ("fsdp2", 1, "data"), ("megatron", 2, "forward")]
+EVALUATED += [("zero-1", 2, "loss"), ("zero-3 speculative", 2, "forward"), ("zero-3 speculative", 2, "data")]
+
+
+@pytest.mark.parametrize(("mode", "pp", "fault"), EVALUATED)
+def test_an_evaluation_that_fails_on_one_rank_fails_on_all(mode, pp, fault):
+    """No rank waits for another within a forward: a stage of a pipeline sends what the next one waits for."""
+    other, one = run_ranks(evaluated_alone, 2, mode, pp, fault, timeout=90)
+    assert other[:2] == one[:2] == ["DataError: rank 1: a broken sample", True]
+    kinds = "LaunchError: rank 1: ended with ValueError: a broken sample", "ValueError: a broken sample"
+    for seen, kind in zip((other, one), kinds, strict=True):
+        assert seen[2] == kind and seen[3].startswith(f"StepError: the engine failed before ({kind})")
+
+
+def test_a_rank_that_goes_on_after_an_error_in_an_evaluation_disagrees_with_those_that_end_it():
+    """With streaming a rank waits in the forward of another, so no rank tells the others of its error."""
+    other, one = run_ranks(evaluated_alone, 2, "zero-3 streaming", 1, "loss", timeout=90)
+    text = "RankDisagreement: ranks disagree about call (0 train_step, 1 forward_backward, 2 optim_step, 3 evaluate, 4"
+    assert one[0] == "DataError: a broken sample" and other[0].startswith(text) and one[1].startswith(text)
+    assert "6 the end of a forward) (rank 0: 6; rank 1: 0)" in other[0] and other[2] is one[2] is True
 
 
 @pytest.mark.parametrize("mode", ["zero-3", "fsdp2", "ddp"])
