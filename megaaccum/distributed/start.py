@@ -56,10 +56,7 @@ def start_process_group(plan: Plan) -> None:
             " torch.set_default_device('cpu') first, and build the model under `with torch.device('cuda'):`"
         )
     if not cpu.has_accelerator():
-        # gloo's threads drop the tensors of a finished operation a little after it is done, for which they need the
-        # interpreter: one that is ending already makes them abort the process ("terminate called without an active
-        # exception", torch 2.13). So the process waits a moment when its program ends.
-        atexit.register(time.sleep, 0.25)
+        _outlast_gloo()
     if torch.distributed.is_initialized():
         return
     slurm.adopt()
@@ -123,6 +120,13 @@ def _checked(plan: Plan, collection: ProcessGroupCollection) -> Groups:
 
 
 @functools.cache
+def _outlast_gloo() -> None:
+    """Let this process wait a moment when its program ends. gloo's threads drop the tensors of a finished operation a
+    little after it is done, for which they need the interpreter: one that is ending already makes them abort the
+    process ("terminate called without an active exception", torch 2.13)."""
+    atexit.register(time.sleep, 0.25)
+
+
 def end_process_group() -> None:
     """Leave torch.distributed when all ranks have come here."""
     torch.distributed.barrier()
