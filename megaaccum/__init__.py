@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from megaaccum.executor.entry import get_forward_backward_func
     from megaaccum.lab.planner.chunk_costs import calibrate
     from megaaccum.lab.verification.user_model import verify
-    from megaaccum.model.hf_stages import hf_stages
+    from megaaccum.pretrain.model.hf_stages import hf_stages
     from megaaccum.step.result import StepResult
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _OF_AN_ENGINE = {
     "build_groups": "megaaccum.distributed.start",
     "calibrate": "megaaccum.lab.planner.chunk_costs",
     "get_forward_backward_func": "megaaccum.executor.entry",
-    "hf_stages": "megaaccum.model.hf_stages",
+    "hf_stages": "megaaccum.pretrain.model.hf_stages",
     "initialize": "megaaccum.engine",
 }
 

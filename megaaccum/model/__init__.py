@@ -6,6 +6,6 @@ fit.
 | `names`, `sizes` | names and sizes over the whole model |
 | `attention` | documents and cut sequences in attention |
 | `fp8`, `router_state` | FP8 scales, routers' state |
-| `torch_chunk`, `hf_stages` | models that are not Megatron's |
+| `torch_chunk` | a model that is not Megatron's |
 | `unfit` | what no accumulated step trains, or a backend does not take |
 """

@@ -89,7 +89,7 @@ class OwnerSums:
         """Take a matrix' whole gradient, which may be overwritten, and send the bucket if it is full."""
         name, to = self._homes[id(param)]
         flat = grad.reshape(-1)
-        take = partial(self.owned[name].add, flat) if name in self.owned else _leave
+        take = partial(self.owned[name].add, flat) if name in self.owned else lambda total: None  # its owner takes it
         self.add_part(names.dp_group(param, self._groups), to, flat, take)
         if sum(part.flat.numel() for part in self._pending) >= self._bucket:
             self.send()
@@ -131,7 +131,3 @@ class OwnerSums:
             for part in parts:
                 part.take(flat[start : start + part.flat.numel()])
                 start += part.flat.numel()
-
-
-def _leave(total: torch.Tensor) -> None:
-    """Leave a sum to the rank that keeps it."""

@@ -143,7 +143,7 @@ class Recovery:
         for key, limit, count, which in limits:
             if verdict.bad and 0 < limit <= count:
                 raise StepError(
-                    f"step {step} is the {_ordinal(count)} bad step {which} ({key} {limit}). {verdict.note}. Resume"
+                    f"step {step} is bad, number {count} {which} ({key} {limit}). {verdict.note}. Resume"
                     " from the last good checkpoint with a lower lr (set override to lr_schedule) or other data"
                     f" (override data), or raise {key}."
                 )
@@ -161,11 +161,6 @@ class Recovery:
         self._guard.load_state_dict(state.get("guard", NormGuard(self._keys).state_dict()))
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
-
-
-def _ordinal(count: int) -> str:
-    suffix = "th" if 10 < count % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
-    return f"{count}{suffix}"
 
 
 _UNSEEN = "its micro-batches came from an iterator and cannot be run again to look for it: give a list of them"

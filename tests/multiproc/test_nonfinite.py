@@ -343,7 +343,7 @@ def test_raise_off_and_the_limits():
         assert "step 9: the gradient is not finite: micro-batch 4 of data-parallel rank 1" in seen["raise"]
         assert "first in the forward of stage 0 (rank 1), its output holds" in seen["raise"]
         assert seen["changed by raise"] == []
-        assert "step 4 is the 2nd bad step in a row (max_bad_steps_in_a_row 2)" in seen["limit"]
+        assert "step 4 is bad, number 2 in a row (max_bad_steps_in_a_row 2)" in seen["limit"]
         assert "micro-batch 0 of data-parallel rank 1" in seen["limit"]
         assert seen["off"] is False
         assert seen["not finite with off"] is True

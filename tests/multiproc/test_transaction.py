@@ -167,7 +167,7 @@ def test_the_end_after_bad_steps_names_remedies_that_work(folder):
         ends = try_ranks(train_with_poison, 2, f"{start}{bad} --override data", output, init=False, timeout=90)
         for end in ends:
             assert end.error is not None
-            assert "step 6 is the 2nd bad step in a row" in end.error.text
+            assert "step 6 is bad, number 2 in a row" in end.error.text
             newest = output / "checkpoints" / "step_0000004"
             assert f"No checkpoint was followed by a finite step; the newest is {newest}" in end.error.text
     words = re.search(r"lower lr \(set override to (\w+)\) or other data \(override (\w+)\)", ends[0].error.text)

@@ -1,4 +1,4 @@
-"""Megatron's GPT as a configuration has it, and its forward step function.
+"""Megatron's GPT as a configuration has it, and its forward step function; stages of transformers' models.
 
 | module | holds |
 | --- | --- |
@@ -6,4 +6,5 @@
 | `gpt_forward`, `cross_entropy` | its forward step function |
 | `attention`, `local_norm` | parts of the local layers |
 | `recompute_gradients` | gradients of recomputed layers |
+| `hf_stages` | pipeline stages of a Hugging Face model |
 """

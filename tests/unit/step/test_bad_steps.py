@@ -89,11 +89,11 @@ def test_limits_on_bad_steps() -> None:
     first = recovery(max_bad_steps_in_a_row=3, max_bad_steps=4)
     for number, is_bad in enumerate([True, True, False, True]):
         assert judge(first, number, bad=is_bad).bad == is_bad
-    with pytest.raises(StepError, match=r"step 9 is the 4th bad step of the run \(max_bad_steps 4\)\. every token"):
+    with pytest.raises(StepError, match=r"step 9 is bad, number 4 of the run \(max_bad_steps 4\)\. every token"):
         judge(first, 9, bad=True)
     resumed = recovery(max_bad_steps_in_a_row=3, max_bad_steps=0)
     resumed.load_state_dict({"bad_steps": {"in_a_row": 2, "total": 1000}})
-    with pytest.raises(StepError, match=r"step 9 is the 3rd bad step in a row \(max_bad_steps_in_a_row 3\)"):
+    with pytest.raises(StepError, match=r"step 9 is bad, number 3 in a row \(max_bad_steps_in_a_row 3\)"):
         judge(resumed, 9, bad=True)
 
 
