@@ -42,14 +42,14 @@ def test_an_evaluation_reads_the_weights_that_an_open_step_has_quantized(monkeyp
     monkeypatch.setattr(te, "make_states", lambda chunk: None)
     monkeypatch.setattr(te, "states", lambda chunk: [])
     monkeypatch.setattr(evaluation, "spread_over_batch", lambda *_: None)
-    monkeypatch.setattr(evaluation, "raise_together", lambda problem: None)
+    monkeypatch.setattr(evaluation.call_agreement, "on_call", lambda *_, **__: None)
     monkeypatch.setattr(evaluation.call_agreement, "with_lengths", lambda batch, *_: batch)
     chunk = Chunk()
     steps: Any = SimpleNamespace(
         drop_begun=lambda: None,
-        plan=None,
+        plan=SimpleNamespace(layout=SimpleNamespace(tp=1, cp=1, ep=1)),
         groups=SimpleNamespace(pp=None),
-        backend=SimpleNamespace(gather=lambda: None),
+        backend=SimpleNamespace(gather=lambda: None, streamed_modules=list),
         fp8=Fp8([chunk]),
         chunks=[chunk],
         opened=SimpleNamespace(step=1) if is_open else None,
