@@ -124,15 +124,15 @@ def _changed(steps: TrainStep) -> StepError | None:
     _, was = steps.held
     shards = {id(whole): shard for shard, whole in steps.backend.gathered_parameters()}
     held = [(shards.get(id(each), each), each) for chunk in steps.chunks for each in chunk.parameters()]
-    now = {id(param): (each.requires_grad, param.dtype) for param, each in held}
+    now = {id(param): (each.requires_grad, param.dtype, pytorch.loses_hooks(param)) for param, each in held}
     changed = {key for key in was | now if was.get(key) != now.get(key) and (key in was or now[key][0])}
     if not changed:
         return None
     named = [*steps.parameters, *names.named_parameters(steps.chunks)]
+    whose = listed(dict.fromkeys(name for name, param in named if id(param) in changed))
     return StepError(
-        f"presence, dtype or requires_grad of {listed(dict.fromkeys(n for n, param in named if id(param) in changed))}"
-        " has changed since initialize, which built the optimizer and the reductions for what it was: set it back, or"
-        " initialize another engine on a new model"
+        f"presence, dtype, requires_grad or hooks of {whose} has changed since initialize, which built optimizer and"
+        " the reductions for what it was: set it back, or initialize another engine on a new model"
     )
 
 

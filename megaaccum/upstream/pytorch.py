@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from megaaccum.upstream.lookup import pickled
@@ -49,12 +50,13 @@ def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in unsaved)
 
 
-def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tuple[bool, torch.dtype]]]:
-    """The identity of every child of these modules; by that of each parameter, whether it is trained, and its dtype. In
-    less time than Module.parameters takes, which also looks for names and for modules that are there twice."""
+def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tuple[bool, torch.dtype, bool]]]:
+    """The identity of every child of these modules; by that of each parameter, whether it is trained, its dtype, and
+    whether it loses hooks. In less time than Module.parameters takes, which also looks for names and for modules that
+    are there twice."""
     children = [id(child) for module in modules for child in module._modules.values()]
     params = [param for module in modules for param in module._parameters.values() if param is not None]
-    return children, {id(param): (param.requires_grad, param.dtype) for param in params}
+    return children, {id(param): (param.requires_grad, param.dtype, loses_hooks(param)) for param in params}
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:
@@ -191,6 +193,11 @@ def num_hooks(tensor: torch.Tensor) -> int:
 def has_hooks(param: torch.nn.Parameter) -> bool:
     """Whether hooks look at the gradient of `param`, or at its sum."""
     return num_hooks(param) > 0 or bool(param._post_accumulate_grad_hooks)
+
+
+def loses_hooks(param: torch.nn.Parameter) -> bool:
+    """Whether `param` has hooks and is a shard of fully_shard's, of which autograd sees the whole one (torch 2.13)."""
+    return isinstance(param, DTensor) and has_hooks(param)
 
 
 def weakly(method: Callable[..., object]) -> Callable[..., object]:

@@ -56,6 +56,10 @@ def frozen(model: Any) -> None:
     model[0].weight.requires_grad_(False)
 
 
+def with_a_hook(model: Any) -> None:
+    model[0].weight.register_hook(lambda grad: grad * 0)
+
+
 def with_a_frozen_teacher(model: Any) -> None:
     import torch
 
@@ -63,13 +67,13 @@ def with_a_frozen_teacher(model: Any) -> None:
 
 
 CHANGES = {
-    replaced: "requires_grad of 0.weight has changed",
-    with_an_adapter: "requires_grad of 0.adapter.weight, 0.adapter.bias has changed",
-    with_another_head: "requires_grad of 2.weight, 2.bias has changed",
-    tied: "requires_grad of 2.bias has changed",
-    without_a_bias: "requires_grad of 0.bias has changed",
-    frozen: "requires_grad of 0.weight has changed",
-    in_half: "dtype or requires_grad of 0.weight, 0.bias, 2.weight, 2.bias has changed",
+    replaced: "hooks of 0.weight has changed",
+    with_an_adapter: "hooks of 0.adapter.weight, 0.adapter.bias has changed",
+    with_another_head: "hooks of 2.weight, 2.bias has changed",
+    tied: "hooks of 2.bias has changed",
+    without_a_bias: "hooks of 0.bias has changed",
+    frozen: "hooks of 0.weight has changed",
+    in_half: "requires_grad or hooks of 0.weight, 0.bias, 2.weight, 2.bias has changed",
 }
 """Changes that every backend refuses, with words of the error."""
 
@@ -115,7 +119,7 @@ def refusals(evaluated: bool) -> dict[tuple[str, str], str]:
     """The error of a step after each change, by its name and the backend's."""
     found = {}
     for backend, sharding in BACKENDS.items():
-        for change in (*CHANGES, with_a_frozen_teacher):
+        for change in (*CHANGES, with_a_frozen_teacher, with_a_hook):
             if evaluated and change is in_half and backend == "fsdp2":
                 continue  # torch refuses the product
             model, engine = made(sharding, evaluated=evaluated)
@@ -131,6 +135,10 @@ def test_changes_that_no_optimizer_sees_are_refused(evaluated):
             texts = {backend: found.get((change.__name__, backend), words) for backend in BACKENDS}
             assert all(words in text for text in texts.values()), (change, texts)
         assert {found["with_a_frozen_teacher", backend] for backend in BACKENDS} == {""}
+        # A shard of FSDP2's never has a gradient; after an evaluation its parameters are whole, and their hooks called.
+        lost = {backend for backend in BACKENDS if found["with_a_hook", backend]}
+        assert lost == {"fsdp2 streaming"} | ({"fsdp2"} if not evaluated else set())
+        assert "hooks of 0.weight has changed" in found["with_a_hook", "fsdp2 streaming"]
 
 
 def in_modes(mode: str) -> dict[str, bool]:

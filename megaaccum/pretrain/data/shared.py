@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,9 @@ class SharedLoader:
     def _packed(self, stage: int, num_microbatches: int, mine: list[Batch]) -> torch.Tensor:
         """The message to a stage: its parts of `mine` as bytes; counts of -1 if there are none."""
         parts = [
-            torch.stack([_there(each[name]) for each in mine]) if mine else torch.full(shape, -1).to(dtype)
+            torch.stack([cast("torch.Tensor", each[name]) for each in mine])
+            if mine
+            else torch.full(shape, -1).to(dtype)
             for name, (dtype, shape) in self._parts(stage, num_microbatches).items()
         ]
         return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(cpu.device(), non_blocking=True)
@@ -157,8 +159,3 @@ class SharedLoader:
         if tp.size() > 1:
             dist.broadcast(tensor, group=tp, group_src=0)
         return tensor
-
-
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor

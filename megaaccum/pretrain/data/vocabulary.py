@@ -63,9 +63,7 @@ def _read_gpt2(path: Path) -> Vocabulary:
         ids = parse_json(read_text(path))
         return Vocabulary(size=max(ids.values()) + 1, eod=ids.get(END_OF_DOCUMENT), digest=digest_of_file(path))
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"vocab_file {path} is not GPT-2's vocab.json, a JSON object of tokens and ids: {error}"
-        ) from error
+        raise DataError(f"vocab_file {path} is not GPT-2's vocab.json, an object of tokens and ids: {error}") from error
 
 
 def _read_sentencepiece(path: Path) -> Vocabulary:
