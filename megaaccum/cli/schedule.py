@@ -36,8 +36,8 @@ from megaaccum.units import GIB
 _OF_A_PIPELINE = {
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "schedule", "microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers", "flush",
-    "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout", "global_batch_size", "total_batch_size",
-    "device_batch_size", "pp_microbatches", "grad_accum_steps", "world_size",
+    "decoder_last_pipeline_num_layers", "global_batch_size", "total_batch_size", "device_batch_size",
+    "pp_microbatches", "grad_accum_steps", "world_size",
 }  # fmt: skip
 """Keys that --write replaces, and those that follow from them."""
 
@@ -109,8 +109,7 @@ def _write_run(row: Row, args: argparse.Namespace) -> None:
     """Write --config with the row's schedule, cut and micro-batches, as `megaaccum train` runs it; a searched order is
     a table beside it. Raises ConfigError if `check` would refuse it (nothing is written)."""
     config, name = read_source([args.config]).loaded_config(), row.schedule.name
-    kept = set() if args.cut else {"pipeline_model_parallel_layout"}
-    set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE - kept)
+    set_aside(config, set(names_where(lambda facts: facts.planned)) & _OF_A_PIPELINE)
     table = args.write.with_suffix(".csv")
     before, is_built_in = table.read_bytes() if table.exists() else None, name in BUILT_IN
     keys: dict[str, Any] = dict(

@@ -174,6 +174,11 @@ def _kinds(tensor: torch.Tensor) -> str:
     return " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
+def _is_finite_on_the_host(grad: torch.Tensor) -> bool:
+    """Whether the sum of a gradient in host memory is finite, so that all of it is: one pass instead of six."""
+    return math.isfinite(grad.sum().item())
+
+
 # --- nonfinite: zero --------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +192,7 @@ class ZeroNonFinite:
         self._counts: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, grad: torch.Tensor) -> None:
-        if grad.is_cpu and math.isfinite(grad.sum().item()):  # one pass instead of six
+        if grad.is_cpu and _is_finite_on_the_host(grad):
             return
         count = torch.count_nonzero(grad - grad)  # inf - inf is nan; isfinite is four kernels on a GPU
         self._counts[name] = self._counts[name] + count if name in self._counts else count

@@ -132,7 +132,7 @@ def _changed(steps: TrainStep) -> StepError | None:
     whose = listed(dict.fromkeys(name for name, param in named if id(param) in changed))
     return StepError(
         f"presence, dtype, requires_grad or hooks of {whose} has changed since initialize, which built optimizer and"
-        " the reductions for what it was: set it back, or initialize another engine on a new model"
+        " reductions for what it was: set it back, or initialize another engine on a new model"
     )
 
 

@@ -19,7 +19,7 @@ OF_THE_HOST = (
     "random.py:fork",
     "utils.py:is_invalid_grad_norm",
     "nonfinite.py:_is_finite_on_the_host",
-    "stage3.py:step_with_gradscaler item",
+    "sharding/base.py:run item",
 )
 """Masks as the data reader gives them; the CPU's random state, which Megatron's tracker compares; a norm of 0 that
 ZeRO-3 is given (upstream/zero.py); gradients in host memory; the count of steps of torch's AdamW."""
