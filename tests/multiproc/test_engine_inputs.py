@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megaaccum.errors import MegaaccumError
 from megaaccum.lab.verification.testing import run_ranks
 
 KEYS = dict(layout=dict(pp=2), batch=dict(micro_batch_size=1, seq_length=16, pp_microbatches=4))
@@ -62,13 +63,11 @@ def engine(change=None, keys=KEYS, **more):
     return initialize(plan, model if isinstance(model, list) else [model], **more)
 
 
-def said(action) -> str:
-    """Class and text of the error that `action` raises, or nothing."""
-    from megaaccum.errors import MegaaccumError
-
+def said(action, kind: type[Exception] = MegaaccumError) -> str:
+    """Class and text of the error of a `kind` that `action` raises, or nothing."""
     try:
         action()
-    except MegaaccumError as error:
+    except kind as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -110,8 +109,6 @@ def with_a_list_on_the_last(rank):
 def of_nothing_on_one_stage() -> str:
     """Initialize with a user's own optimizer that fails on the last stage alone."""
     import torch
-
-    from megaaccum.errors import MegaaccumError
 
     is_last = torch.distributed.get_rank() == 1
     try:

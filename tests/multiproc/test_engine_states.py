@@ -235,15 +235,6 @@ def failed_alone(folder: str, mode: str, pp: int, hook: str) -> tuple[str, str, 
     return first, said(lambda: made.save(folder)), found
 
 
-def text_of(action) -> str:
-    """Class and text of the error that `action` raises, of whichever kind, or nothing."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def breaks_on_rank_1(kind: type[Exception]) -> None:
     import torch
 
@@ -290,12 +281,16 @@ def evaluated_alone(mode: str, pp: int, fault: str) -> list:
     data = own_batches()
     due = ends(engine(model, keys=keys).train_step(data))
     made = engine(model, keys=keys)
-    seen: list[Any] = [text_of(lambda: evaluate_broken(made, data, fault, DataError))]
+    seen: list[Any] = [said(lambda: evaluate_broken(made, data, fault, DataError), Exception)]
     if "streaming" in mode:  # rank 0 waits for rank 1
-        seen.append(text_of(lambda: made.train_step(data)) if torch.distributed.get_rank() == 1 else "")
+        seen.append(said(lambda: made.train_step(data), Exception) if torch.distributed.get_rank() == 1 else "")
         return [*seen, ends(made.train_step(data)) == due]
     seen.append(ends(made.train_step(data)) == due)
-    return [*seen, text_of(lambda: evaluate_broken(made, data, fault, ValueError)), said(lambda: made.train_step(data))]
+    return [
+        *seen,
+        said(lambda: evaluate_broken(made, data, fault, ValueError), Exception),
+        said(lambda: made.train_step(data)),
+    ]
 
 
 def half_loaded(folder: str, mode: str) -> dict[str, Any]:
