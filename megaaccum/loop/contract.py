@@ -414,7 +414,7 @@ def wrap(
     raise_on_all_ranks(_check, plan, bare)
     chunk_config.prepare_together(plan, built, bare)
     by_pattern.freeze(plan, bare)
-    for chunk in bare:
+    for chunk in bare:  # every data-parallel rank begins with the weights of the first
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             dist.broadcast(tensor.data, group=names.dp_group(tensor, built), group_src=0)
     inner = optimizer_of(plan, bare, optimizer)

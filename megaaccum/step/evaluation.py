@@ -30,7 +30,8 @@ def forward(steps: TrainStep, batch: Microbatches) -> Tally:
     for chunk in steps.chunks:
         chunk.eval()
     evaluation = OpenStep(0, lambda: None, tally=Tally(spread_over_batch(steps.plan, steps.groups, len(batch))))
-    layout, streams = steps.plan.layout, steps.backend.streamed_modules()  # or ranks wait for others within a forward
+    # A rank that fails continues, so that the others reach the end, unless they wait for it inside a forward.
+    layout, streams = steps.plan.layout, steps.backend.streamed_modules()
     evaluation.tally.keeps_errors = layout.tp == layout.cp == layout.ep == 1 and not streams
     evaluation.divisor = Divisor.known(1.0, reduction_divisor=1)
     try:

@@ -96,7 +96,8 @@ def faults(steps: TrainStep, tally: Tally) -> list[torch.Tensor]:
     scalars on its device."""
     zeroed = torch.zeros((), device=cpu.device()) if steps.recovery.zero is None else steps.recovery.zero.total()
     bad, problem = tally.faults()
-    own = [bad / steps.groups.tp.size(), problem]  # a rank of tp whose values are not those of the first counts too
+    # Sums are those of the first ranks of tp; what another one alone gave wrongly would train its part by zeros.
+    own = [bad / steps.groups.tp.size(), problem]
     parts = [*own, *counted(steps.groups, [steps.reports.unknown_names(tally)]), zeroed]
     return [part.to(cpu.device(), torch.float64) for part in parts]
 
