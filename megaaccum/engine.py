@@ -27,7 +27,7 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
+from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks, raise_together
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import CheckpointError, ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
@@ -36,7 +36,7 @@ from megaaccum.model.torch_chunk import TorchChunk
 from megaaccum.observe.observer import Observer
 from megaaccum.optim import by_pattern, lr_schedule
 from megaaccum.optim.chosen import OptimizerFactory, keep_decays, no_optimizer, optimizer_of
-from megaaccum.step import chunk_config, evaluation
+from megaaccum.step import call_agreement, chunk_config, evaluation
 from megaaccum.step.loss import ForwardStepFunc, ReportReducer, Reports
 from megaaccum.step.recovery import Attempt
 from megaaccum.step.result import StepResult
@@ -474,6 +474,7 @@ class Engine:
         if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
             raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
         raise_on_all_ranks(self.train_steps.refuse_partial_update)
+        raise_together(call_agreement.edited(self.train_steps))
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))

@@ -107,6 +107,10 @@ class ShardingBackend(ABC):
     """None: gradients are reduced bucket by bucket inside each chunk's last backward, under its compute. Else, one or
     one per chunk, called when a chunk's gradients are all there."""
 
+    copied: Sequence[tuple[torch.nn.Parameter, torch.Tensor, int]] = ()
+    """(parameter as in `state`, a tensor of the chunks, its offset in the flattened parameter) of weights that the
+    chunks have a copy of: an update changes those in `state`, and writes over this."""
+
     observers: Sequence[Any] = ()
     """Observers of each micro-batch's forward step (step/forward_step.py), with a method `begin_flush(function)`."""
 
@@ -273,6 +277,17 @@ class ShardingBackend(ABC):
     @abstractmethod
     def adopt_state(self, num_steps: int) -> None:
         """Make the contents of `state` the model after `num_steps` optimizer steps."""
+
+    def edited(self) -> Iterator[str]:
+        """Names of parameters of which the chunks have other weights than `state`, in this rank's parts."""
+        pieces = {id(piece.param): piece for piece in self.own_state()}
+        for param, tensor, start in self.copied:
+            piece = pieces.get(id(param))
+            if piece is not None and tensor.untyped_storage().nbytes():  # else another rank's, or released
+                copy = piece.tensors["param"]
+                part = tensor.detach().reshape(-1)[piece.start - start :][: copy.numel()]
+                if not torch.allclose(part, copy.to(part), rtol=0, atol=0, equal_nan=True):
+                    yield piece.name
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -44,8 +44,9 @@ class DdpBackend(AccumulatingBackend):
         self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         named = list(names.named_parameters(chunks))
         # In 16 bits sums and updates would round to nothing.
-        self._16_bit = [param for _, param in named if param.requires_grad and param.element_size() == 2]
-        self._masters = {id(param): _master(param) for param in self._16_bit}
+        in_16_bit = [param for _, param in named if param.requires_grad and param.element_size() == 2]
+        self.copied = [(_master(param), param, 0) for param in in_16_bit]
+        self._masters = {id(param): master for master, param, _ in self.copied}
         """FP32 master weight of each 16-bit parameter that is trained."""
         self._parameters = [(name, self._masters.get(id(param), param)) for name, param in named]
         self._names = {id(param): name for name, param in self._parameters}
@@ -59,8 +60,8 @@ class DdpBackend(AccumulatingBackend):
         # An average over the ranks of experts would be another than that of the rest. A stage without experts has to
         # divide as others do: the last one's divisor is in the gradients of all.
         sums = order_of(plan, groups.dp_cp) is not None or experts.has_own_ranks(plan)
-        self._fp32_sums = Fp32Sums(self._16_bit, chunks)
-        for param in self._16_bit:
+        self._fp32_sums = Fp32Sums(in_16_bit, chunks)
+        for param in in_16_bit:
             pytorch.OnGradient(param, pytorch.weakly(self._hand_to_master))
         for param in (each for ddp in self._ddp if self.sums.in_one_order for each in _trainable(ddp)):
             pytorch.OnGradient(param, pytorch.weakly(self._on_gradient))
@@ -223,8 +224,8 @@ class DdpBackend(AccumulatingBackend):
     @torch.no_grad()
     def _round_masters(self) -> None:
         """Set the 16-bit parameters to their rounded masters."""
-        for param in self._16_bit:
-            param.copy_(self._masters[id(param)])
+        for master, param, _ in self.copied:
+            param.copy_(master)
 
     def own_state(self) -> Iterator[StatePiece]:
         for name, param in self._parameters:

@@ -65,6 +65,7 @@ class DeepSpeedBackend(AccumulatingBackend):
         if self.sums.in_one_order and plan.layout.ep > 1:
             experts.multiply_apart(chunks)
         self.driver = self._driver(plan)
+        self.copied = self.driver.copied()
         adam.check_calls(optimizer, len(self.driver.masters))
         self.reduction_divisor = 1 if plan.config.sharding.deterministic else groups.dp_cp.size()
         self._in_order = AgreedOrder(plan, groups, chunks, self.driver.params, self._hand_over)
@@ -162,10 +163,10 @@ class DeepSpeedBackend(AccumulatingBackend):
         self._updates.done += 1
 
     def copy_gradients(self) -> Callable[[], None]:
-        give_lists, give_back = zero12.keep_gradient_lists(self.driver), super().copy_gradients()
+        lists, give_back = dict(self.optimizer.averaged_gradients), super().copy_gradients()
 
         def give() -> None:
-            give_lists()
+            self.optimizer.averaged_gradients.update(lists)  # which its step drops
             give_back()
 
         return give

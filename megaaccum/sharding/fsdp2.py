@@ -78,6 +78,7 @@ class Fsdp2Backend(ShardingBackend):
         for chunk in chunks if at_owners else ():  # first: what is added later runs before it
             fsdp2.divert(chunk, self.at_owners)
         fsdp2.watch(self._roots, self.memory.note)
+        self._records = [held for root in self._roots for unit in fsdp2.units(root) for held in unit.fsdp_params]
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for (_, param), (_, shard) in zip(whole, self._parameters, strict=True)}
@@ -243,7 +244,11 @@ class Fsdp2Backend(ShardingBackend):
         self.resume_accumulation()
 
     def gathered_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        return fsdp2.gathered_parameters(self._roots)
+        return fsdp2.gathered_parameters(self._records)
+
+    @property
+    def copied(self) -> list[tuple[torch.nn.Parameter, torch.Tensor, int]]:  # type: ignore[override]
+        return [(*pair, 0) for pair in self.gathered_parameters()]
 
     def finish_reduction(self) -> None:
         fsdp2.refuse_unreduced(self._roots)

@@ -73,6 +73,7 @@ class MegatronBackend(AccumulatingBackend):
                 distributed_optimizer_instance_id=0,
             )
         megatron.detach_masters(self.optimizer)
+        self.copied = [(param, param, 0) for param in self._trained() if param.element_size() == 2]
         order = order_of(plan, groups.dp_cp)
         if self.sums.in_one_order and order is not None:
             # After the optimizer, which sets it too.

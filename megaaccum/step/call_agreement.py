@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megaaccum.step.train_step import TrainStep
 
 _CALLS = ("train_step", "forward_backward", "optim_step", "evaluate", "forward", "trial", "the end of a forward")
+_TRAINING = ("train_step", "forward_backward", "optim_step")
 _CALL = f"call ({', '.join(f'{n} {name}' for n, name in enumerate(_CALLS))})"
 _LENGTH = "seq_length of micro-batches, which only variable_seq_lengths lets differ"
 _LONGEST = 2**40
@@ -109,7 +110,7 @@ def on_call(
         tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
         usual={"given": given[1]},
         stop=stop,
-        problem=steps.failure or problem or _changed(steps),
+        problem=steps.failure or problem or _changed(steps) or (edited(steps) if call in _TRAINING else None),
         add=add,
         **{_CALL: _CALLS.index(call), "calls since the last optim_step": calls},
         **(plain | facts),
@@ -134,6 +135,21 @@ def _changed(steps: TrainStep) -> StepError | None:
         f"presence, dtype, requires_grad or hooks of {whose} has changed since initialize, which built optimizer and"
         " reductions for what it was: set it back, or initialize another engine on a new model"
     )
+
+
+def edited(steps: TrainStep) -> StepError | None:
+    """An error if the user has changed weights in place where a step would lose that. Values are compared only if
+    versions differ, as they also do when a program has put other weights in for an evaluation, and the old ones back.
+    """
+    if (versions := pytorch.versions(steps.backend.copied)) != steps.versions:
+        if changed := listed(dict.fromkeys(steps.backend.edited())):
+            return StepError(
+                f"{changed} changed in place since the last step or load, which the next step loses: its optimizer has"
+                " another copy. Set it back, or load weights before initialize, or by engine.load_weights (after wrap,"
+                " by load_state_dict of the wrapped chunk)"
+            )
+        steps.versions = versions
+    return None
 
 
 def with_lengths(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:

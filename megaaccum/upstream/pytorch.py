@@ -59,6 +59,12 @@ def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tu
     return children, {id(param): (param.requires_grad, param.dtype, loses_hooks(param)) for param in params}
 
 
+def versions(copied: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> list[int]:
+    """Numbers of which one changes when the second of a pair, or a shard of fully_shard's as its first, is written to
+    in place, except through its `data`."""
+    return [copy._version for _, copy, _ in copied] + [p._version for p, *_ in copied if isinstance(p, DTensor)]
+
+
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:
     """A part of a file as a file, as torch.distributed.checkpoint reads its own (torch 2.13: `_create_file_view`)."""
     from torch.distributed.checkpoint import utils

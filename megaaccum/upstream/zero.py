@@ -77,8 +77,13 @@ class ZeroDriver(ABC):
     optimizer: DeepSpeed's ZeRO optimizer. params: the trained parameters of this rank, in the module's order.
     """
 
+    masters: list[torch.Tensor]
+    """FP32 master weights of this rank, a flat tensor per group that the optimizer updates at once."""
+
     def __init__(self, engine: Any):
         self.optimizer = engine.optimizer
+        self._offloads = bool(engine.zero_cpu_offload())
+        """Whether the optimizer is in host memory."""
         self.params: list[torch.nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad]
         # The backend's own hooks decide in which backward a gradient is final.
         # Those of "leaf modules", which DeepSpeed makes of the experts of Mixtral and Qwen-MoE, hand all of a module's
@@ -100,15 +105,9 @@ class ZeroDriver(ABC):
         """Elements of the whole parameter."""
         return int(getattr(param, "ds_numel", param.numel()))
 
-    @property
-    @abstractmethod
-    def masters(self) -> list[torch.Tensor]:
-        """FP32 master weights of this rank, a flat tensor per group that the optimizer updates at once."""
-
-    @property
-    @abstractmethod
-    def _offloads(self) -> bool:
-        """Whether the optimizer is in host memory."""
+    def copied(self) -> list[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """(parameter, tensor that an update makes from its master, offset of that in the flattened parameter)."""
+        return [(param, param, 0) for param in self.params]
 
     def begin_reduction(self) -> None:  # noqa: B027 - nothing to do
         """Let the next gradients start a new sum."""
@@ -168,6 +167,7 @@ class Zero3(ZeroDriver):
         from deepspeed.runtime.zero import parameter_offload, stage3
 
         super().__init__(engine)
+        self.masters = self.optimizer.fp32_partitioned_groups_flat
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.optimizer.parameter_offload._remove_module_hooks()
         for module in engine.module.modules():  # DeepSpeed's dict serves these hooks too, and breaks compiled graphs
@@ -179,18 +179,18 @@ class Zero3(ZeroDriver):
         self._own = {id(param): _own_part(param) for param in self.params}
         accumulators = getattr(self.optimizer, _ACCUMULATORS)
         self._accumulators: dict[int, torch.Tensor] = {id(p): accumulators[partitioned(p).ds_id] for p in self.params}
+        self.accumulated_bytes = int(self.optimizer.grad_partitions_flat_buffer.nbytes)
+        """Bytes of all accumulators."""
         self._on_device = [] if self._offloads else list(self._padded_shards())
         self._coming = start_gather([])
 
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        return cast("list[torch.Tensor]", self.optimizer.fp32_partitioned_groups_flat)
-
-    @property
-    def _offloads(self) -> bool:
-        return bool(self.optimizer.offload_optimizer)
-
     # --- parameters ---
+
+    def copied(self) -> list[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """Whole parameters, which may be released, and partitions, into which DeepSpeed's GatheredParameters writes."""
+        params = (*self.params, *self._frozen)
+        parts = [(param, partitioned(param).ds_tensor, _own_part(param)[0]) for param in params]
+        return [*((param, param, 0) for param in params), *parts]
 
     def apart(self) -> list[torch.nn.Parameter]:
         """Parameters that are not whole on this rank, those on their way included."""
@@ -289,11 +289,6 @@ class Zero3(ZeroDriver):
     def begin_partitions(self) -> None:
         """Empty the accumulators; what is then added to them by hand replaces DeepSpeed's own reduction."""
         self.optimizer.grad_partitions_flat_buffer.zero_()
-
-    @property
-    def accumulated_bytes(self) -> int:
-        """Bytes of all accumulators."""
-        return int(self.optimizer.grad_partitions_flat_buffer.nbytes)
 
     def give_partitions(self) -> None:
         """Give the optimizer the accumulators as this step's gradient."""

@@ -6,12 +6,12 @@ DeepSpeed has no types: its engine and its optimizer are `Any`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from megaaccum.upstream.adam import moments, set_adam_step, views
-from megaaccum.upstream.zero import EXPERTS, Zero3, ZeroDriver
+from megaaccum.upstream.zero import EXPERTS, ZeroDriver
 
 
 class Zero12(ZeroDriver):
@@ -22,6 +22,7 @@ class Zero12(ZeroDriver):
 
     def __init__(self, engine: Any, accumulate_in: torch.dtype):
         super().__init__(engine)
+        self.masters = self.optimizer.single_partition_of_fp32_groups
         self.optimizer.gradient_accumulation_dtype = accumulate_in  # see zero1_config
         # DeepSpeed gives every engine one table, in which the next engine's experts have the same name.
         self.optimizer.expert_dp_process_group = dict(self.optimizer.expert_dp_process_group or {})
@@ -32,14 +33,6 @@ class Zero12(ZeroDriver):
             self.optimizer.use_grad_accum_attribute = True
             for param in self.params:
                 param.grad_accum = None  # type: ignore[attr-defined]
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        return cast("list[torch.Tensor]", self.optimizer.single_partition_of_fp32_groups)
-
-    @property
-    def _offloads(self) -> bool:
-        return bool(self.optimizer.cpu_offload)
 
     # --- parameters: ZeRO-1 and -2 gather the new ones at the end of the optimizer's step ---
 
@@ -166,13 +159,6 @@ def _padding(flat: torch.Tensor) -> torch.Tensor:
     """`flat`, marked as DeepSpeed marks what pads a partition."""
     flat._zero_padding = True  # type: ignore[attr-defined]
     return flat
-
-
-def keep_gradient_lists(driver: Zero3 | Zero12) -> Callable[[], None]:
-    """Note which tensors are the step's gradients. The returned function gives them to the optimizer again after its
-    step, which drops them."""
-    optimizer, lists = driver.optimizer, dict(driver.optimizer.averaged_gradients)
-    return lambda: optimizer.averaged_gradients.update(lists)
 
 
 def zero1_config(config: dict[str, Any], params_dtype: torch.dtype) -> dict[str, Any]:
