@@ -65,12 +65,12 @@ def test_a_renamed_checkpoint_is_kept(tmp_path):
     assert names(tmp_path) == ["step_0000007", "step_0000020"]
 
 
-def test_times_of_files_decide_nothing(tmp_path):
-    paths = {step: save(tmp_path, step, keep_last=0) for step in (10, 20, 30)}
+def test_times_of_files_and_the_order_of_a_listing_decide_nothing(tmp_path):
+    paths = {step: save(tmp_path, step, keep_last=0) for step in (20, 9, 30, 8, 10, 7)}
     os.utime(paths[10] / "state.json", (2**32, 2**32))
     os.utime(paths[30] / "state.json", (0, 0))
     (tmp_path / "latest").unlink()
-    assert resume_candidates(tmp_path)[0] == [paths[30], paths[20], paths[10]]
+    assert resume_candidates(tmp_path)[0] == [paths[step] for step in (30, 20, 10, 9, 8, 7)]
     save(tmp_path, 40, keep_last=2)
     assert names(tmp_path) == ["step_0000030", "step_0000040"]
 

@@ -14,7 +14,7 @@ from megaaccum.observe import nonfinite
 from megaaccum.observe.nonfinite import Finding, Findings, ZeroNonFinite
 from megaaccum.observe.norm_guard import NormGuard
 from megaaccum.step.recovery import Attempt, Recovery
-from megaaccum.step.short_batch import filled, too_few
+from megaaccum.step.short_batch import filled, stand_in, too_few
 from tests.support.configs import plan
 
 
@@ -212,3 +212,32 @@ def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
         "document_starts": (1, 64),
     }  # fmt: skip
     assert not padded[0]["loss_mask"].any()
+
+
+OURS = {
+    "tokens": torch.tensor([[5, 6]]), "labels": torch.tensor([[6, 7]]), "loss_mask": torch.ones(1, 2),
+    "num_tokens": torch.tensor(2), "position_ids": torch.tensor([[0, 1]]),
+}  # fmt: skip
+
+
+def test_the_last_ones_of_a_short_rank_are_of_its_own_shape_and_weigh_nothing() -> None:
+    padding = plan(pp_microbatches=4, short_batch="pad")
+    padded = filled([OURS, OURS], padding, padding.batch)
+    assert padded[:2] == [OURS, OURS] and len(padded) == 4
+    for each in padded[2:]:
+        assert {name: each[name].tolist() for name in OURS} == {
+            "tokens": [[0, 0]], "labels": [[0, 0]], "loss_mask": [[0, 0]], "num_tokens": 0, "position_ids": [[0, 1]],
+        }  # fmt: skip
+
+
+def test_what_runs_in_place_of_a_bad_microbatch() -> None:
+    """A dummy of ours; of another format a healthy one, and of a user's additional field too, which may be the bad one.
+    Without a healthy one, a dummy if the format is known, else the bad one again."""
+    of_a_stage, with_more, other = OURS | {"labels": None}, OURS | {"image": torch.tensor(math.nan)}, {"x": 1}
+    dummy = stand_in(of_a_stage, OURS)
+    assert dummy["labels"] is None and not dummy["tokens"].any() and not dummy["loss_mask"].any()
+    assert dummy["position_ids"] is OURS["position_ids"] and OURS["tokens"].all()
+    assert stand_in(with_more, OURS) is OURS
+    assert not stand_in(with_more, None)["loss_mask"].any()
+    assert stand_in(other, OURS) is OURS and stand_in((1,), OURS) is OURS
+    assert stand_in(other, None) is other
