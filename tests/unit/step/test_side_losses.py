@@ -32,7 +32,8 @@ def test_a_scale_that_comes_back_is_what_it_was(monkeypatch):
 
 
 def test_a_later_call_of_a_step_has_scales_of_its_own(monkeypatch):
-    """Its first micro-batch only pads it, so the flush begins with the scales of the second."""
+    """Its first micro-batch only pads it, so the flush begins with the scales of the second. A step of one micro-batch
+    has a whole coefficient."""
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
         monkeypatch.setattr(scaler, "main_loss_backward_scale", torch.ones((), dtype=torch.float64))
     config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.1, mtp_num_layers=1)
@@ -56,6 +57,11 @@ def test_a_later_call_of_a_step_has_scales_of_its_own(monkeypatch):
     for index, expected in {2: (0.0, 0.0), 3: (16 * 2 / 4, 16 * 0.25), 4: (16 * 5 / 4, 16 * 0.125)}.items():
         sides.begin_backward(0, index)
         assert scales() == expected
+    sides.begin_flush(whole.part(2, 3))
+    assert scales() == (0.0, 0.0)
+    sides.begin_attempt(Divisor.known(14.0, 1, reduction_divisor=1), 1.0)
+    sides.begin_flush(whole.part(0, 1))
+    assert scales() == (pytest.approx(1 / 4, rel=1e-15), pytest.approx(1 / 14, rel=1e-15))
 
 
 def test_an_indexers_loss_is_a_sum_over_tokens_as_the_main_one(monkeypatch):
