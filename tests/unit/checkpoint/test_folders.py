@@ -99,6 +99,7 @@ def test_what_a_killed_save_left_is_removed_and_anything_else_moved_aside(tmp_pa
         (ours / name).write_text("")
     (theirs := tmp_path / "step_0000010.tmp").mkdir()
     (theirs / "notes.txt").write_text("precious")
+    (theirs / "__0_0.distcp").write_text("beside a file of ours")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step_0000011.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "step_analysis.tmp").mkdir()

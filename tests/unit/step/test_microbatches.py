@@ -26,6 +26,11 @@ def test_fewer_than_a_list_has_are_its_first() -> None:
 def test_a_stage_that_reads_nothing_gives_an_empty_list() -> None:
     found = read_batch(print, [], PLAN, first=0, count=2)  # type: ignore[arg-type]
     assert (len(found), found.tokens) == (2, [4, 4])
+    assert found.can_run_again and [list(each) for each in found.iterators(2)] == [[], []]  # type: ignore[arg-type]
+
+
+def test_lengths_are_those_of_the_plan_unless_every_microbatch_tells_its_own() -> None:
+    assert read_batch(print, [data(4)[3], ("x",)], PLAN, first=0).tokens == [4, 4]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -33,10 +38,13 @@ def test_a_stage_that_reads_nothing_gives_an_empty_list() -> None:
     [
         (dict(count=5), "num_microbatches is 5, but the list has 4"),
         (dict(lengths=[1, 2]), "lengths has 2 numbers for 4 micro-batches"),
+        (dict(weights=[1.0, 0.0, -1.0, 1.0]), "weights has one that is negative or not finite"),
+        (dict(weights=[1.0, float("inf"), 1.0, 1.0]), "weights has one that is negative or not finite"),
+        (dict(weights=[1.0, 1.0, 1.0, float("nan")]), "weights has one that is negative or not finite"),
         (dict(count=2, weights=[1.0, 1.0, 1.0]), "weights has 3 numbers for 2 micro-batches"),
     ],
 )
-def test_numbers_of_another_count_are_refused(keys: dict, words: str) -> None:
+def test_numbers_of_another_count_or_that_weigh_nothing_real_are_refused(keys: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_batch(print, data(4), PLAN, first=0, **keys)  # type: ignore[arg-type]
 
