@@ -22,8 +22,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, homes: dict[str, int], **keys: object)
 
     def reduce(flat: torch.Tensor, *, group: Any, group_dst: int, async_op: bool) -> Any:
         sent.append((group_dst, flat.dtype, flat.numel()))
-        flat.mul_(group.size)
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: flat.mul_(group.size))
 
     monkeypatch.setattr(torch.distributed, "reduce", reduce)
     dense, experts = SimpleNamespace(rank=lambda: ME, size=2), SimpleNamespace(rank=lambda: 0, size=1)

@@ -59,6 +59,7 @@ def test_fewer_steps_leave_the_order_as_it_was(tmp_path, corpora):
 def test_after_an_order_of_several_passes_a_new_pass_begins(tmp_path, corpora):
     short, long = (data(tmp_path, corpora[:1], train_iters) for train_iters in (45, 100))
     more = resumed(long, short, 100, 400)
+    assert len(more.train) == 400
     assert first_tokens(more, 100, 180) == first_tokens(short, 100, 180)
     assert len(set(first_tokens(more, 180, 180 + PASS))) == PASS
     assert Counter(first_tokens(more, 180 + PASS, 400)).most_common(1)[0][1] == 1
