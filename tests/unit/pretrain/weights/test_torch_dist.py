@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megaaccum.errors import CheckpointError
 from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, TorchDist
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 FC2 = torch.arange(24.0).view(2, 3, 4)
 """A matrix of each of two layers."""
 EXPERTS = torch.arange(100.0, 124.0).view(2, 3, 2, 2)
@@ -120,3 +122,15 @@ def test_a_tensor_that_is_not_all_there_is_refused(tmp_path):
         there.whole("decoder.layers.1.mlp.linear_fc2.weight", "param", (3, 4))
     with pytest.raises(CheckpointError, match="no optimizer state in the shapes of the model"):
         there.reached(True)
+    with pytest.raises(CheckpointError, match=r"linear_fc2\.weight \(exp_avg\)"):
+        there.whole("decoder.layers.0.mlp.linear_fc2.weight", "exp_avg", (3, 4))
+
+
+def test_predictions_have_names_of_their_own(tmp_path):
+    whole = [((0, 0), (5, 2))]
+    keys = "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", "mtp.layers.0.eh_proj.weight"
+    there = TorchDist(written(tmp_path, [(key, WORDS + number, whole) for number, key in enumerate(keys)]))
+    names = "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight", "mtp.layers.0.eh_proj.weight"
+    for number, name in enumerate(names):
+        assert torch.equal(there.whole(name, "param", (5, 2)), WORDS + number), name
+    assert there.rest(dict.fromkeys(names, (5, 2))) == []
