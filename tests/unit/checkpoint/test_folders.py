@@ -39,7 +39,15 @@ def test_the_last_ones_are_kept(tmp_path):
     assert names(tmp_path) == ["step_0000020", "step_0000030", "step_0000040"]
 
 
-FOREIGN = ("step_1000_hf", "step_analysis", "step_0000001_old", "step_5", "step_0000002", "step_0000003")
+FOREIGN = (
+    "step_1000_hf",
+    "step_analysis",
+    "step_0000001_old",
+    "step_5",
+    "step_0000002",
+    "step_0000003",
+    "step_0000020",
+)
 
 
 def test_rotation_leaves_everything_alone_that_is_not_ours(tmp_path):
