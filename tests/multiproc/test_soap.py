@@ -144,7 +144,8 @@ def test_the_state_moves_between_layouts(tmp_path):
 
 def switched(folder: str, case: Case) -> tuple[list[str], dict[str, torch.Tensor], list[str]]:
     """Refusals of checkpoints of AdamW by SOAP, of SOAP by AdamW, also with `override optimizer`; SOAP's state after a
-    step from AdamW's, and how that of an engine that has stepped before differs."""
+    step from AdamW's; how that of an engine that has stepped before differs, and what it begins with from a new
+    engine's."""
     refused = []
     for number, model in enumerate((MODEL, SOAP)):
         engine = engine_of(case, model)
@@ -155,12 +156,13 @@ def switched(folder: str, case: Case) -> tuple[list[str], dict[str, torch.Tensor
             engine_of(case, model, override).load(f"{folder}/{number}")
         refused.append(str(error.value))
     engine = engine_of(case, SOAP, "--override optimizer")
-    begun = []
+    new, begun, differ = states(engine), [], []
     for _ in range(2):
         assert engine.load(f"{folder}/0")  # over the state of the run before
+        differ += differences(new, states(engine))
         take_steps(engine, 1)
         begun.append(states(engine))
-    return refused, begun[0], differences(*begun)
+    return refused, begun[0], differ + differences(*begun)
 
 
 def test_a_run_goes_from_adam_to_soap_by_an_override_and_not_back(tmp_path):

@@ -39,7 +39,15 @@ def test_the_last_ones_are_kept(tmp_path):
     assert names(tmp_path) == ["step_0000020", "step_0000030", "step_0000040"]
 
 
-FOREIGN = ("step_1000_hf", "step_analysis", "step_0000001_old", "step_5", "step_0000002", "step_0000003")
+FOREIGN = (
+    "step_1000_hf",
+    "step_analysis",
+    "step_0000001_old",
+    "step_5",
+    "step_0000002",
+    "step_0000003",
+    "step_0000020",
+)
 
 
 def test_rotation_leaves_everything_alone_that_is_not_ours(tmp_path):
@@ -65,12 +73,12 @@ def test_a_renamed_checkpoint_is_kept(tmp_path):
     assert names(tmp_path) == ["step_0000007", "step_0000020"]
 
 
-def test_times_of_files_decide_nothing(tmp_path):
-    paths = {step: save(tmp_path, step, keep_last=0) for step in (10, 20, 30)}
+def test_times_of_files_and_the_order_of_a_listing_decide_nothing(tmp_path):
+    paths = {step: save(tmp_path, step, keep_last=0) for step in (20, 9, 30, 8, 10, 7)}
     os.utime(paths[10] / "state.json", (2**32, 2**32))
     os.utime(paths[30] / "state.json", (0, 0))
     (tmp_path / "latest").unlink()
-    assert resume_candidates(tmp_path)[0] == [paths[30], paths[20], paths[10]]
+    assert resume_candidates(tmp_path)[0] == [paths[step] for step in (30, 20, 10, 9, 8, 7)]
     save(tmp_path, 40, keep_last=2)
     assert names(tmp_path) == ["step_0000030", "step_0000040"]
 
@@ -99,6 +107,7 @@ def test_what_a_killed_save_left_is_removed_and_anything_else_moved_aside(tmp_pa
         (ours / name).write_text("")
     (theirs := tmp_path / "step_0000010.tmp").mkdir()
     (theirs / "notes.txt").write_text("precious")
+    (theirs / "__0_0.distcp").write_text("beside a file of ours")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step_0000011.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "step_analysis.tmp").mkdir()

@@ -100,10 +100,12 @@ def test_a_gradient_that_comes_after_its_reduction_is_no_silent_loss(late):
 
 
 def test_parameters_before_the_experts_of_their_layer():
-    model = chunk()
+    """A layer without experts has none."""
+    dense = module(norm=linear(), mlp=module(fc1=linear()))
+    model = module(embedding=linear(), layers=torch.nn.ModuleList([dense, layer(), layer()]))
     names = {id(param): name for name, param in model.named_parameters()}
     assert [names[id(param)] for param in before_experts(model)] == [
-        f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("norm", "attention")
+        f"layers.{layer}.{name}.weight" for layer in (1, 2) for name in ("norm", "attention")
     ]
 
 

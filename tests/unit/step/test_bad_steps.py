@@ -13,8 +13,9 @@ from megaaccum.errors import RankDisagreement, StepError
 from megaaccum.observe import nonfinite
 from megaaccum.observe.nonfinite import Finding, Findings, ZeroNonFinite
 from megaaccum.observe.norm_guard import NormGuard
+from megaaccum.step import short_batch
 from megaaccum.step.recovery import Attempt, Recovery
-from megaaccum.step.short_batch import filled, too_few
+from megaaccum.step.short_batch import check_can_pad, filled, stand_in, too_few
 from tests.support.configs import plan
 
 
@@ -212,3 +213,57 @@ def test_a_rank_without_any_microbatch_gets_whole_ones() -> None:
         "document_starts": (1, 64),
     }  # fmt: skip
     assert not padded[0]["loss_mask"].any()
+    assert padded[0]["document_starts"].tolist() == [[True] + [False] * 63]
+    whole = plan(pp_microbatches=4, short_batch="pad")
+    assert "document_starts" not in filled([], whole, whole.batch)[0]
+
+
+OURS = {
+    "tokens": torch.tensor([[5, 6]]), "labels": torch.tensor([[6, 7]]), "loss_mask": torch.ones(1, 2),
+    "num_tokens": torch.tensor(2), "position_ids": torch.tensor([[0, 1]]),
+}  # fmt: skip
+LEAST = {name: OURS[name] for name in ("tokens", "labels", "loss_mask")}
+MOST = OURS | {"document_starts": torch.tensor([[True, False]]), "lengths": torch.tensor([2])}
+WITH_MORE, OTHER = OURS | {"image": torch.tensor(math.nan)}, {"x": 1}
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize(
+    ("mine", "refused"),
+    [([OURS], False), ([LEAST, MOST], False), ([OURS, OTHER], True), ([WITH_MORE], True), ([(1,)], True)],
+)
+def test_a_rank_without_any_makes_dummies_of_our_format_alone(
+    monkeypatch: pytest.MonkeyPatch, mine: list[Any], refused: bool, others: bool
+) -> None:
+    """Here this rank says what its format is, and another one whether it has none."""
+    answers = iter((others, False))
+    monkeypatch.setattr(short_batch, "any_rank", lambda flag: next(answers) or bool(flag))
+    if refused and others:
+        with pytest.raises(StepError, match="a rank without any cannot make one of your format"):
+            check_can_pad(mine, "rank 1 has none")
+    else:
+        check_can_pad(mine, "rank 1 has none")
+
+
+def test_the_last_ones_of_a_short_rank_are_of_its_own_shape_and_weigh_nothing() -> None:
+    padding = plan(pp_microbatches=4, short_batch="pad")
+    padded = filled([OURS, OURS], padding, padding.batch)
+    assert padded[:2] == [OURS, OURS] and len(padded) == 4
+    for each in padded[2:]:
+        assert {name: each[name].tolist() for name in OURS} == {
+            "tokens": [[0, 0]], "labels": [[0, 0]], "loss_mask": [[0, 0]], "num_tokens": 0, "position_ids": [[0, 1]],
+        }  # fmt: skip
+
+
+def test_what_runs_in_place_of_a_bad_microbatch() -> None:
+    """A dummy of ours; of another format a healthy one, and of a user's additional field too, which may be the bad one.
+    Without a healthy one, a dummy if the format is known, else the bad one again."""
+    for known in (LEAST, MOST):
+        assert not stand_in(known, OURS)["loss_mask"].any()
+    dummy = stand_in(OURS | {"labels": None}, OURS)
+    assert dummy["labels"] is None and not dummy["tokens"].any() and not dummy["loss_mask"].any()
+    assert dummy["position_ids"] is OURS["position_ids"] and OURS["tokens"].all()
+    assert stand_in(WITH_MORE, OURS) is OURS
+    assert not stand_in(WITH_MORE, None)["loss_mask"].any()
+    assert stand_in(OTHER, OURS) is OURS and stand_in((1,), OURS) is OURS
+    assert stand_in(OTHER, None) is OTHER

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megaaccum.step.loss import Divisor
 from megaaccum.step.microbatches import Microbatches
@@ -28,6 +29,39 @@ def test_a_scale_that_comes_back_is_what_it_was(monkeypatch):
         sides.begin_backward(0, index)
         seen.append(float(MoEAuxLossAutoScaler.main_loss_backward_scale))  # type: ignore[arg-type]
     assert seen == [2 * weight / 4 for weight in weights]
+
+
+def test_a_later_call_of_a_step_has_scales_of_its_own(monkeypatch):
+    """Its first micro-batch only pads it, so the flush begins with the scales of the second. A step of one micro-batch
+    has a whole coefficient."""
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        monkeypatch.setattr(scaler, "main_loss_backward_scale", torch.ones((), dtype=torch.float64))
+    config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.1, mtp_num_layers=1)
+    sides = SideLosses([SimpleNamespace(config=config)])  # type: ignore[list-item]
+    whole = Microbatches(
+        forward_step_func=lambda *_: None,  # type: ignore[arg-type, return-value]
+        data=range(5), count=5, tokens=[4] * 5, weights=[3.0, 1.0, 9.0, 2.0, 5.0],
+        token_weights=[1.0, 1.0, 0.5, 0.25, 0.125], dummies=frozenset({2}),
+    )  # fmt: skip
+
+    def scales() -> tuple[float, float]:
+        held = MoEAuxLossAutoScaler.main_loss_backward_scale, MTPLossAutoScaler.main_loss_backward_scale
+        return float(held[0]), float(held[1])  # type: ignore[arg-type]
+
+    sides.begin_attempt(Divisor.at_commit(reduction_divisor=2), 8.0)
+    sides.begin_flush(whole.part(0, 2))
+    assert sides.weighed == (4.0, 2)
+    sides.begin_flush(whole.part(2, 5))
+    assert sides.weighed == (11.0, 4)
+    assert scales() == (16 * 2 / 4, 16 * 0.25) == (config.moe_grad_scale_func(), config.mtp_grad_scale_func())
+    for index, expected in {2: (0.0, 0.0), 3: (16 * 2 / 4, 16 * 0.25), 4: (16 * 5 / 4, 16 * 0.125)}.items():
+        sides.begin_backward(0, index)
+        assert scales() == expected
+    sides.begin_flush(whole.part(2, 3))
+    assert scales() == (0.0, 0.0)
+    sides.begin_attempt(Divisor.known(14.0, 1, reduction_divisor=1), 1.0)
+    sides.begin_flush(whole.part(0, 1))
+    assert scales() == (pytest.approx(1 / 4, rel=1e-15), pytest.approx(1 / 14, rel=1e-15))
 
 
 def test_an_indexers_loss_is_a_sum_over_tokens_as_the_main_one(monkeypatch):

@@ -115,6 +115,15 @@ def test_documents_are_where_they_begin_and_nothing_of_length_squared():
     assert sum(each.nbytes for each in first.values()) <= 2 * SEQ * (3 * 8 + 4 + 1) + 8
 
 
+def test_documents_that_a_sample_tells_are_taken_from_it():
+    class Packed(Numbered):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return super().__getitem__(index) | {"document_starts": torch.arange(SEQ) == index % SEQ}
+
+    with open_loader(Packed(), document_end=2) as loader:
+        assert loader.next_step()[1]["document_starts"].int().tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_tensor_is_pinned_for_the_gpu_of_its_rank(monkeypatch, workers):
     """By stand-ins, without a GPU: pinning needs the current device of the thread that reads."""

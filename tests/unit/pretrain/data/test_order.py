@@ -59,6 +59,7 @@ def test_fewer_steps_leave_the_order_as_it_was(tmp_path, corpora):
 def test_after_an_order_of_several_passes_a_new_pass_begins(tmp_path, corpora):
     short, long = (data(tmp_path, corpora[:1], train_iters) for train_iters in (45, 100))
     more = resumed(long, short, 100, 400)
+    assert len(more.train) == 400
     assert first_tokens(more, 100, 180) == first_tokens(short, 100, 180)
     assert len(set(first_tokens(more, 180, 180 + PASS))) == PASS
     assert Counter(first_tokens(more, 180 + PASS, 400)).most_common(1)[0][1] == 1
@@ -80,6 +81,10 @@ def test_a_new_blend_goes_on_where_each_corpus_was(tmp_path, corpora):
     assert corpora_of(coming) == dict(a=16, b=32, c=32)
     assert not set(seen) & set(coming), "a sample came twice"
     assert set(first_tokens(data(tmp_path, [a], 25), 0, 76)) == {token for token in seen + coming if token < TOKENS}
+    third = resumed(data(tmp_path, ["1", b, "1", c], 50), new, 120, 200)
+    every = Counter(seen + coming[:40] + first_tokens(third, 120, 200))
+    assert set(first_tokens(data(tmp_path, [b], 25), 0, 76)) == {token for token in every if token // TOKENS == 1}
+    assert every.most_common(1)[0][1] == 1, "a sample came twice"
 
 
 def test_a_corpus_that_is_there_twice_goes_on_from_two_places(tmp_path, corpora):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaaccum.observe.phases import Stopwatch
-from megaaccum.pretrain.metrics.goodput import Goodput
+from megaaccum.pretrain.metrics.goodput import TOTALS, Goodput
 from megaaccum.pretrain.metrics.step_record import OF_A_STEP, between_steps, by_phase
 
 
@@ -85,6 +85,19 @@ def test_a_start_lasts_until_its_first_step_whatever_comes_between():
     ]
     spent = {"start_up": 38.0 + 8.0, "evaluation": 3.0, "productive": 8.0, "idle": 2.0, "other": 1.0 + 1.0}
     assert {cause: seconds for cause, seconds in Goodput(records).seconds.items() if seconds} == spent
+
+
+def test_steps_without_a_record_are_in_the_totals_of_a_later_one():
+    records = [
+        {"kind": "start", "step": 0, "launched": 100.0, "time": 108.0},
+        train(1, 115.0, data=1.0),
+        train(2, 119.0, skipped=True),
+        train(3, 130.0, seconds_checkpoint=6.0),
+    ]
+    end = {"kind": "end", "step": 3, "time": 132.0}
+    last = records[-1] | {TOTALS: Goodput(records).totals()}
+    for fewer in ([records[0], last, end], [last, end]):
+        assert Goodput(fewer).totals() == Goodput([*records, end]).totals()
 
 
 def test_a_clock_that_was_set_back_between_starts_leaves_no_share_above_one():
