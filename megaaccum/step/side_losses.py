@@ -35,7 +35,7 @@ class SideLosses:
         self._configs: list[Any] = [chunk.config for chunk in chunks]
         self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
         if self._balances:
-            megatron.weigh_balancing_losses_alike()
+            megatron.mend_padding_masks()
         self._weighs = any(
             getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
         )
