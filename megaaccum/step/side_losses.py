@@ -104,7 +104,7 @@ class SideLosses:
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
         tokens."""
-        return self._factor(batch, index) * self._weight(batch, index) / batch.tokens[index]
+        return self._factor(batch, index) * self._weight(batch, index) / max(batch.tokens[index], 1)
 
     def prediction_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""

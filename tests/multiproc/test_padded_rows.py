@@ -97,8 +97,8 @@ def stacked(rows: range, model: str) -> dict[str, torch.Tensor]:
 
 
 def unpadded(model: str, lane: str, size: int, count: int) -> tuple[parity.Reference, dict[str, torch.Tensor]]:
-    """Gradient and tokens of one process on `count` rows without their padding, those of a micro-batch of `size` in one row, of
-    documents."""
+    """Gradient and tokens of one process on `count` rows without their padding, those of a micro-batch of `size` in one
+    row, of documents."""
     from megaaccum.lab.verification.reference import add, norm_of
 
     chunk, plan = parity.one_process(model, lane)

@@ -37,3 +37,19 @@ def test_a_stage_that_reads_nothing_gives_an_empty_list() -> None:
 def test_numbers_of_another_count_are_refused(keys: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_batch(print, data(4), PLAN, first=0, **keys)  # type: ignore[arg-type]
+
+
+class Routed:
+    """A forward step function that knows how many tokens of each micro-batch are no padding."""
+
+    def __init__(self, *counts: int):
+        self.routed_tokens = lambda microbatches: counts
+
+    def __call__(self, *args: object) -> None: ...
+
+
+def test_tokens_are_those_that_routers_count() -> None:
+    found = read_batch(Routed(3, 2, 1, 4), data(4), PLAN, first=0)  # type: ignore[arg-type]
+    assert found.tokens == [3, 2, 1, 4]
+    with pytest.raises(ConfigError, match="routed_tokens has 1 numbers for 4 micro-batches"):
+        read_batch(Routed(3), data(4), PLAN, first=0)  # type: ignore[arg-type]
