@@ -333,7 +333,7 @@ class _WithNan:
 
     def __init__(self, inner):
         self._inner = inner
-        self.weights, self.token_weights = inner.weights, inner.token_weights
+        self.weights, self.token_weights, self.routed_tokens = inner.weights, inner.token_weights, inner.routed_tokens
 
     def __call__(self, data_iterator: Iterator, chunk: Any, **plan: Any):
         made = dict(next(data_iterator))

@@ -240,10 +240,9 @@ Run = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The blocks of a rank's part of a sequence. count: how many. blocks: of all ranks of `cp`."""
+    """The blocks of a rank's part of a sequence. count: how many, of each rank of `cp`."""
 
     count: int
-    blocks: int
     cp: dist.ProcessGroup
 
     @property
@@ -320,7 +319,7 @@ class _ByBlock(torch.autograd.Function):
 def cut_sequences(chunks: Iterable[torch.nn.Module], blocks: int, cp: dist.ProcessGroup) -> None:
     """Let `chunks` compute by `blocks` blocks of each sequence over the ranks of `cp`. The rules on `reproducible` know
     which models have sums over tokens elsewhere."""
-    cut = Cut(blocks // cp.size(), blocks, cp)
+    cut = Cut(blocks // cp.size(), cp)
     for chunk in chunks:
         model: Any = chunk
         model.loss_cut = cut
@@ -346,14 +345,15 @@ def cut_sequences(chunks: Iterable[torch.nn.Module], blocks: int, cp: dist.Proce
 def _by_block(cut: Cut, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **keys: Any) -> Any:
     """The forward of a layer, which may return a bias too, a parameter, for its caller to add."""
     biases: list[Any] = []
+    masks = [] if keys.get("padding_mask") is None else [keys.pop("padding_mask").t()]
 
-    def run(number: int, part: torch.Tensor) -> torch.Tensor:
-        output = forward(part, *args, **keys)
+    def run(number: int, part: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        output = forward(part, *args, **keys, **({"padding_mask": masks[0].t()} if masks else {}))
         if isinstance(output, tuple):
             output, *biases[:] = output
         return cast("torch.Tensor", output)
 
-    output = cut(run, hidden)
+    output = cut(run, hidden, *masks)
     return (output, *biases) if biases else output
 
 
@@ -365,12 +365,16 @@ def balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.T
     with torch.no_grad():
         logits, picked = [router.gating(part) for part in cut.split(hidden)], compute_routing_scores_for_aux_loss
         chosen = [picked(each.flatten(0, 1), router.topk, router.score_function)[0] for each in logits]
-        counts = torch.cat(chosen).view(-1, *logits[0].shape[1:]).sum(dim=0)  # of each row of the micro-batch
+        mask = keys.get("padding_mask")
+        real = 1 if mask is None else ~torch.cat(cut.split(mask.t())).unsqueeze(-1)
+        counts = (torch.cat(chosen).view(-1, *logits[0].shape[1:]) * real).sum(dim=0)  # of each row of the micro-batch
         dist.all_reduce(counts, group=cut.cp)
 
-    def of_sequence(routing_map: torch.Tensor, **_: Any) -> tuple[torch.Tensor, int, int]:
+    def of_sequence(routing_map: torch.Tensor, topk: int, with_padding_mask: bool, **_: Any) -> tuple[Any, Any, Any]:
         tokens, columns = routing_map.shape  # columns: experts, or those of each row
-        return counts.view(-1, columns).sum(dim=0), tokens * cut.count, tokens * cut.blocks
+        by_expert = counts.view(-1, columns).sum(dim=0)
+        total = by_expert.sum() / topk if with_padding_mask else tokens * cut.count * cut.cp.size()
+        return by_expert, total / cut.cp.size(), total
 
     with replaced(router_module, get_tokens_per_expert_and_token_count=of_sequence):
         return forward(hidden, *args, **keys)
@@ -398,7 +402,7 @@ def _attention(cut: Cut, attend: Callable[..., torch.Tensor], *inputs: torch.Ten
         key, value = whole_sequence(key, cut.cp, in_pairs), whole_sequence(value, cut.cp, in_pairs)
 
     def run(number: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        allowed = causal_mask(len(rows), len(keys), cut.first + number, cut.blocks, rows.device)
+        allowed = causal_mask(len(rows), len(keys), cut.first + number, cut.count * cut.cp.size(), rows.device)
         return attend(rows, keys, values, allowed)
 
     return cut(run, query, whole=(key, value), draws="attention")

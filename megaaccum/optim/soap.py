@@ -22,13 +22,7 @@ class Soap:
 
     def __init__(self, keys: OptimizerConfig, rows: int, columns: int):
         self._param = torch.nn.Parameter(torch.empty(rows, columns, dtype=torch.float32, device=cpu.device()))
-        self._library = emerging.soap(
-            self._param,
-            betas=(keys.adam_beta1, keys.adam_beta2),
-            eps=keys.adam_eps,
-            shampoo_beta=keys.soap_shampoo_beta,
-            use_kl_shampoo=keys.soap_use_kl_shampoo,
-        )
+        self._library = emerging.soap(self._param, keys)
         self.tensors: dict[str, torch.Tensor] = self._library.state[self._param] | {"step": torch.zeros(1)}
         self._param.data = self._param.data.new_empty(0, 0)
 

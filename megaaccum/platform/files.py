@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,15 +66,3 @@ def installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def folder_problems(key: str, folder: str) -> list[str]:
-    """Reasons why the folder that `key` names cannot be written; empty if it can. Makes the folder, and writes a byte
-    to it, since a full disk still makes empty files."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-            probe.write(b"\0")
-    except OSError as error:
-        return [f"{key} {folder!r} cannot be written: {error.strerror or error}; set {key} to a folder that can"]
-    return []

@@ -22,18 +22,18 @@ class Microbatches:
 
     data: a list of them, which can be run again when a step goes wrong; or an iterator, or one per chunk, as Megatron's
     loops have them. count: their number. first: index of the first in the step. tokens: per micro-batch, the tokens
-    that a stage computes, masked ones included. weights: of each, where they are known before the forward.
-    token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1 / tokens for a mean).
-    expected: a weight to expect if none is known. dummies: indices in this call of micro-batches that only pad it.
-    lengths: tokens per sequence of each, where they differ. total_weight: N of the step that has no others, over all
-    ranks, if ranks have told each other.
+    that a stage computes, masked ones included; of `routed_tokens`, without padding. weights: of each, where they are
+    known before the forward. token_weights: what a token's loss is multiplied by inside the micro-batch's sum (1, or 1
+    / tokens for a mean). expected: a weight to expect if none is known. dummies: indices in this call of micro-batches
+    that only pad it. lengths: tokens per sequence of each, where they differ. total_weight: N of the step that has no
+    others, over all ranks, if ranks have told each other.
     """
 
     forward_step_func: ForwardStepFunc
     data: Sequence[Any] | Iterator[Any] | list[Iterator[Any] | None]
     count: int
     first: int = 0
-    tokens: Sequence[int]
+    tokens: Sequence[float]
     weights: Sequence[float] | None = None
     token_weights: Sequence[float] | None = None
     expected: float | None = None
@@ -141,7 +141,8 @@ def read_batch(
     lengths: Sequence[int] | None = None,
 ) -> Microbatches:
     """`data` as a step of `plan` takes it; the other fields as in Microbatches. If the forward step function has
-    `weights` and `token_weights`, they say what is known of the micro-batches in advance. Raises ConfigError."""
+    `weights`, `token_weights` and `routed_tokens`, they say what is known of the micro-batches in advance. Raises
+    ConfigError."""
     # A stage in the middle may give an empty list.
     listed = isinstance(data, Sequence) and not are_iterators(data) and (count is None or len(data) > 0)
     if count is None and not listed:
@@ -150,15 +151,15 @@ def read_batch(
     if listed and len(data) < count:
         raise ConfigError(f"num_microbatches is {count}, but the list has {len(data)}")
     data = data[:count] if listed else data
-    shapes = shapes_of(data) if listed else []
+    tokens = [rows * length for rows, length in shapes_of(data)] if listed else []
     if lengths is not None:
-        shapes = [(plan.micro_batch_size, length) for length in lengths]
-    weights = _told(function, "weights", data) if listed and weights is None else weights
-    weights = _numbers("weights", weights)
-    of_tokens = _numbers("token_weights", _told(function, "token_weights", data) if listed else None)
-    if not all(0.0 <= weight < float("inf") for weight in weights or ()):
-        raise ConfigError(f"weights has one that is negative or not finite: {weights}")
-    for name, each in ("lengths", lengths), ("weights", weights), ("token_weights", of_tokens):
+        tokens = [plan.micro_batch_size * length for length in lengths]
+    told: dict[str, Any] = {"weights": weights, "token_weights": None, "routed_tokens": None}
+    for name, each in told.items():
+        told[name] = _numbers(name, _told(function, name, data) if listed and each is None else each)
+    if not all(0.0 <= weight < float("inf") for weight in told["weights"] or ()):
+        raise ConfigError(f"weights has one that is negative or not finite: {told['weights']}")
+    for name, each in {"lengths": lengths, **told}.items():
         if each is not None and len(each) != count:
             raise ConfigError(f"{name} has {len(each)} numbers for {count} micro-batches: give one for each")
     return Microbatches(
@@ -166,9 +167,9 @@ def read_batch(
         data=data,
         count=count,
         first=first,
-        tokens=[rows * length for rows, length in shapes] or [plan.micro_batch_size * plan.seq_length] * count,
-        weights=weights,
-        token_weights=of_tokens,
+        tokens=told["routed_tokens"] or tokens or [plan.micro_batch_size * plan.seq_length] * count,
+        weights=told["weights"],
+        token_weights=told["token_weights"],
         expected=None if expected is None else float(expected),
         lengths=lengths,
     )

@@ -14,13 +14,14 @@ from megaaccum.errors import RankDisagreement, StepError, listed
 
 Microbatch = dict[str, torch.Tensor]
 """A micro-batch of `megaaccum train`: tokens, labels, position_ids [micro_batch_size, seq_length] int64, loss_mask of
-the same shape; if known num_tokens, the unmasked ones, and document_starts, bool of that shape in host memory, which
-keeps attention inside documents. A tensor that no stage of this rank reads may be None."""
+the same shape; if known num_tokens, the unmasked ones, and, bool of that shape in host memory, document_starts, which
+keeps attention inside documents, and padding_mask, of tokens that routers do not count. A tensor that no stage of this
+rank reads may be None."""
 
 _ZEROED = ("tokens", "labels", "loss_mask")
 """Names by which a micro-batch of ours is known. They are zero in a dummy, as is its count of tokens."""
 
-_OURS = {*_ZEROED, "num_tokens", "position_ids", "document_starts", "lengths"}
+_OURS = {*_ZEROED, "num_tokens", "position_ids", "document_starts", "padding_mask", "lengths"}
 """Names that a micro-batch of ours may have. Another field is a user's, and may be what is not finite."""
 
 

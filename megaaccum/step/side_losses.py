@@ -35,7 +35,7 @@ class SideLosses:
         self._configs: list[Any] = [chunk.config for chunk in chunks]
         self._balances = any(getattr(config, "num_moe_experts", None) for config in self._configs)
         if self._balances:
-            megatron.weigh_balancing_losses_alike()
+            megatron.mend_padding_masks()
         self._weighs = any(
             getattr(config, name, 0) for config in self._configs for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
         )
@@ -104,7 +104,7 @@ class SideLosses:
     def balance_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the experts' balancing and z losses of micro-batch `index`, which Megatron sums over
         tokens."""
-        return self._factor(batch, index) * self._weight(batch, index) / batch.tokens[index]
+        return self._factor(batch, index) * self._weight(batch, index) / max(batch.tokens[index], 1)
 
     def prediction_scale(self, batch: Microbatches, index: int) -> float:
         """The factor on the summed multi-token prediction loss of micro-batch `index`."""

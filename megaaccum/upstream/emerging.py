@@ -51,11 +51,13 @@ def lion(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float])
     return optimizer
 
 
-def soap(matrix: torch.nn.Parameter, **keys: Any) -> torch.optim.Optimizer:
-    """The library's SOAP of a matrix, with its first state (zeros, identities), a learning rate of 1 and no decay."""
+def soap(matrix: torch.nn.Parameter, keys: Any) -> torch.optim.Optimizer:
+    """The library's SOAP of a matrix, with its first state (zeros, identities), a learning rate of 1 and no decay.
+    keys: the OptimizerConfig."""
     with cpu.without_compiler():
         from emerging_optimizers.soap import SOAP
-    optimizer: Any = SOAP([matrix], lr=1.0, weight_decay=0.0, **keys)
+    own = {"shampoo_beta": keys.soap_shampoo_beta, "use_kl_shampoo": keys.soap_use_kl_shampoo, "eps": keys.adam_eps}
+    optimizer: Any = SOAP([matrix], lr=1.0, weight_decay=0.0, betas=(keys.adam_beta1, keys.adam_beta2), **own)
     optimizer._init_group(optimizer.param_groups[0], skip_non_grad_params=False)
     return cast("torch.optim.Optimizer", optimizer)
 

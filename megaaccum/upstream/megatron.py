@@ -30,20 +30,18 @@ def check() -> list[str]:
     from megatron.core.models.gpt import fine_grained_callables as plans
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    wanted: list[tuple[Any, str, str]] = [
-        (plans, "return layer._forward_mlp(", "plans norm dense layers' outputs"),
-        (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection(",
-         "MLASelfAttention.get_query_key_value_tensors does not call _qkv_down_projection"),
-        (param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle",
-         "_ParamAndGradBucketGroup.start_grad_sync knows no grad_reduce_handle"),
-        (DistributedDataParallel, ".register_grad_ready(",
-         "DistributedDataParallel calls no register_grad_ready when it has added a gradient"),
-    ]  # fmt: skip
+    wanted: list[tuple[Any, str]] = [
+        (plans, "return layer._forward_mlp("),
+        (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection("),
+        (param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle"),
+        (DistributedDataParallel, ".register_grad_ready("),
+    ]
     keywords = ("self._forward_impl(", "input=", "weight=", "bias=", "allreduce_dgrad=", "sequence_parallel=")
     for cls in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-        wanted += [(cls.forward, name, f"{cls.__name__}.forward has no {name}") for name in keywords]
-    sources = {owner: inspect.getsource(owner) for owner in {owner for owner, *_ in wanted}}
-    problems = [text for owner, name, text in wanted if name not in sources[owner]]
+        wanted += [(cls.forward, name) for name in keywords]
+    sources = {owner: inspect.getsource(owner) for owner in dict(wanted)}
+    absent = [(owner, name) for owner, name in wanted if name not in sources[owner]]
+    problems = [f"{getattr(owner, '__qualname__', owner.__name__)} has no {name}" for owner, name in absent]
     if not {"_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"} <= held_groups().keys():
         problems.append("parallel_state does not hold its groups in globals")
     return problems
@@ -128,18 +126,33 @@ def scales_side_losses(config: Any) -> bool:
 
 
 @functools.cache
-def weigh_balancing_losses_alike() -> None:
-    """Have Megatron weigh a balancing loss alike on the ranks that share a sequence. It takes each rank's own tokens
-    without padding (megatron-core 0.19), so that ranks with more of it weigh the one loss that they share otherwise."""
-    from megatron.core.transformer.moe import router
+def mend_padding_masks() -> None:
+    """Have Megatron count tokens without padding, and weigh their losses alike on the ranks that share a sequence.
 
-    counted = router.get_tokens_per_expert_and_token_count
+    Megatron (0.19) weighs a balancing loss by each rank's own tokens without padding, so that ranks with more of it
+    weigh the one loss that they share otherwise. When it counts for a bias, it takes a mask of tokens for one of
+    experts (Megatron-LM#6111). For a layer that predicts, it shifts a rank's part of the mask: here the mask stays,
+    since the last token of a row without padding counts too.
+    """
+    from megatron.core.transformer.moe import router
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    counted, embedded = router.get_tokens_per_expert_and_token_count, MultiTokenPredictionLayer._get_embeddings
+    counted_for_bias = router.TopKRouter._apply_expert_bias
 
     def over_group(routing_map: torch.Tensor, reduce_group: Any, **given: Any) -> tuple[torch.Tensor, Any, Any]:
         by_expert, _, total = counted(routing_map, reduce_group, **given)
         return by_expert, total / reduce_group.size(), total
 
-    router.get_tokens_per_expert_and_token_count = over_group
+    def of_tokens(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        counted_for_bias(self, routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
+
+    def unshifted(self: Any, padding_mask: torch.Tensor | None = None, **given: Any) -> tuple[Any, ...]:
+        ids, positions, _, *rest = embedded(self, **given)
+        return ids, positions, padding_mask, *rest
+
+    router.get_tokens_per_expert_and_token_count, router.TopKRouter._apply_expert_bias = over_group, of_tokens
+    MultiTokenPredictionLayer._get_embeddings = unshifted
 
 
 @functools.cache
@@ -184,12 +197,13 @@ def mend_schedules() -> None:
     A stage that gives its input no gradient (it detaches it, or a micro-batch does not use it) sends zeros:
     backward_step gives None, and the stage before would wait for ever. After a last layer that is dense, a schedule
     plan applies the final norm: it is a part of the node that combines experts' outputs, which such a layer lacks. Only
-    layers with experts keep a residual in their state. A plan calls its `begins`, if it has been given one, before the
-    backward of each layer.
+    layers with experts keep a residual in their state. A plan's routers leave padding out. A plan calls its `begins`,
+    if it has been given one, before the backward of each layer.
     """
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.models.common.utils import TransformerLayerNode
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     step, pop_layer = schedules.backward_step, TransformerModelChunkSchedulePlan.pop_layer
 
@@ -199,7 +213,10 @@ def mend_schedules() -> None:
         return torch.zeros_like(received) if grads is None and received is not None else grads
 
     def forward_impl(self: Any, *inputs: Any) -> Any:
-        output = self.submodule(self, *inputs)
+        mask = self.chunk_state.padding_mask
+        given = {} if mask is None else {"route": functools.partialmethod(MoELayer.route, padding_mask=mask.t().bool())}
+        with replaced(MoELayer, **given):
+            output = self.submodule(self, *inputs)
         dense = self.name == "mlp" and not hasattr(self.layer_state, "residual")
         norm = dense and self.is_last_layer and getattr(self.chunk_state.model.decoder, "final_layernorm", None)
         return norm(output) if norm else output

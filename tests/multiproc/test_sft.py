@@ -23,9 +23,9 @@ MODEL = f"--num_layers 2 --seq_length {LENGTH} --sft true --split 100,0,0 --eval
 PP = f"--pipeline_model_parallel_size 2 --global_batch_size {ROWS} "
 
 
-def packed(words: str, starts: bool = True) -> tuple[Gradient, int]:
-    """The gradient of the first step over the rows of the data, pp 2 x dp 2, and how many rows there are. starts: rows
-    say where conversations begin."""
+def packed(words: str, without: str = "") -> tuple[Gradient, int]:
+    """The gradient of the first step over the rows of the data, pp 2 x dp 2, and how many rows there are. without: what
+    rows do not say."""
     from megaaccum.pretrain.data.dataset import build_datasets
     from megaaccum.pretrain.data.loader import MicrobatchLoader
 
@@ -34,8 +34,7 @@ def packed(words: str, starts: bool = True) -> tuple[Gradient, int]:
     data = build_datasets(rig.plan)
     with MicrobatchLoader(data.train, rig.plan.batch, dp_rank=rig.groups.dp.rank(), num_workers=0) as loader:
         batch: list[Any] = loader.next_step()
-    if not starts:
-        batch = [each | {"document_starts": None} for each in batch]
+    batch = [{name: part for name, part in each.items() if name != without} for each in batch]
     return rig.watched(batch)[0], int(data.facts["data"].split(" rows")[0].split()[-1])
 
 
@@ -96,8 +95,21 @@ def test_the_gradient_of_packed_rows_is_that_of_the_conversations(data, expected
     )
 
 
+MOE = "--num_experts 4 --no_add_bias_linear --moe_aux_loss_coeff 0.1 --moe_router_dtype fp64 "
+
+
+def test_padding_after_a_conversation_is_none_of_its_tokens_to_routers(data):
+    """Megatron's routers sum scores in FP32."""
+    words, folder, lines = data
+    write_lines(Path(folder) / "few.jsonl", lines[:ROWS])
+    words = words.replace("chats.jsonl", "few.jsonl") + "--reset_attention_mask false " + MOE
+    (expected,) = run_ranks(one_by_one, 1, words, folder, lines[:ROWS], "", timeout=60)
+    assert apart(run_ranks(packed, 4, words, timeout=60), expected) < 1e-7
+    assert apart(run_ranks(packed, 4, words, "padding_mask", timeout=60), expected) > 0.1
+
+
 def test_conversations_that_see_each_other_are_seen(data, expected):
-    assert apart(run_ranks(packed, 4, data[0], False, timeout=60), expected) > 1e-3
+    assert apart(run_ranks(packed, 4, data[0], "document_starts", timeout=60), expected) > 1e-3
 
 
 @pytest.mark.parametrize("spoil", ["mask of the input", "all tokens divide"])

@@ -38,7 +38,8 @@ class Samples:
             raise OSError(5, "Input/output error")
         text = torch.randint(0, VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(index))
         mask = (text[1:] % 3 > 0).float()
-        return dict(tokens=text[:-1], labels=text[1:], loss_mask=mask, position_ids=torch.arange(SEQ))
+        made = dict(tokens=text[:-1], labels=text[1:], loss_mask=mask, position_ids=torch.arange(SEQ))
+        return made | dict(padding_mask=torch.arange(SEQ) >= 1 + index % SEQ)
 
 
 def opened(groups, dataset, *, mine: bool = False):
@@ -54,13 +55,14 @@ def opened(groups, dataset, *, mine: bool = False):
     at = groups.layout
     last = at.pp * at.vpp - 1
     stages = [groups.stage(chunk) for chunk in range(at.vpp)]
-    chunks = [SimpleNamespace(pre_process=stage == 0, post_process=stage == last) for stage in stages]
+    config = SimpleNamespace(num_moe_experts=4)
+    chunks = [SimpleNamespace(config=config, pre_process=stage == 0, post_process=stage == last) for stage in stages]
     sizes = BatchConfig(micro_batch_size=SIZE, pp_microbatches=MICROBATCHES)
     batch = BatchPlan.solve(sizes, data_parallel_size=groups.dp.size(), seq_length=SEQ)
     open_loader = partial(MicrobatchLoader, dataset, batch, dp_rank=groups.dp.rank(), document_end=0)
     if mine:
         return open_loader(), read_by(chunks)
-    return SharedLoader(open_loader, groups, read_by(chunks), shape=(SIZE, SEQ), has_documents=True), read_by(chunks)
+    return SharedLoader(open_loader, groups, read_by(chunks), shape=(SIZE, SEQ)), read_by(chunks)
 
 
 def taken(layouts: list[dict], bad: int = -1):

@@ -48,10 +48,9 @@ class Case:
 
     keys: the configuration's, flat. megatron: fields of Megatron's model configuration. user_model: replaces the
     configured GPT. samples: [samples, tokens] tensors of the configuration's data by name, in order over all steps;
-    default: random tokens. masks: sequences have different numbers of unmasked tokens (padded: without a pipeline, and
-    the model is given the padding mask), or all tokens count. overflow: the (step, micro-batch), from 0, whose gradient
-    is not finite. device: of the ranks and of the reference; `gpu` is what they find, so that a dry run without one
-    takes the same path."""
+    default: random tokens. masks: sequences have different numbers of unmasked tokens (padded: the others are padding),
+    or all tokens count. overflow: the (step, micro-batch), from 0, whose gradient is not finite. device: of the ranks
+    and of the reference; `gpu` is what they find, so that a dry run without one takes the same path."""
 
     keys: Keys
     world_size: int

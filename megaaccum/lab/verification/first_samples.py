@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from megaaccum.lab.verification.subject import vocab_size_of
 from megaaccum.pretrain.data.dataset import build_datasets
 from megaaccum.pretrain.data.loader import starts_of
 
-_NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "document_starts", "padding_mask")
 
 
 def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
@@ -31,10 +30,11 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
             rows = [found.train[index] for index in range(count)]
     except MegaaccumError as error:
         return replace(shrunk, notes=[*shrunk.notes, f"random tokens: the data cannot be read here ({error})"])
-    parts = {name: torch.stack([torch.as_tensor(row[name])[:seq] for row in rows]) for name in _NAMES}
+    parts = {n: torch.stack([torch.as_tensor(row[n])[:seq] for row in rows]) for n in _NAMES if n in rows[0]}
     if plan.config.data.reset_attention_mask:
-        starts = [_starts(row, found.vocabulary.eod) for row in rows]
-        parts["document_starts"] = torch.stack([each[:seq] for each in starts])
+        if "document_starts" not in parts:
+            assert found.vocabulary.eod is not None, "reset_attention_mask needs it"
+            parts["document_starts"] = starts_of(parts["tokens"], found.vocabulary.eod)
         case = replace(case, keys=case.keys | {"reset_attention_mask": True})
     parts |= {name: parts[name] % vocab for name in ("tokens", "labels")}
     parts["position_ids"] = parts["position_ids"].clamp(max=seq - 1)
@@ -43,11 +43,3 @@ def with_first_samples(shrunk: Shrunk, plan: Plan, steps: int) -> Shrunk:
         f" {vocab}; each sequence is masked from another token on, so that weights differ"
     )
     return Shrunk(replace(case, samples=parts), [*shrunk.notes, note])
-
-
-def _starts(row: dict[str, Any], document_end: int | None) -> torch.Tensor:
-    """The places in a sample where documents begin."""
-    if "document_starts" in row:
-        return torch.as_tensor(row["document_starts"])
-    assert document_end is not None, "reset_attention_mask needs it"
-    return starts_of(torch.as_tensor(row["tokens"])[None], document_end)[0]

@@ -31,6 +31,7 @@ from megaaccum.model import names
 from megaaccum.model.unfit import module_problems
 from megaaccum.optim import by_pattern
 from megaaccum.step.seeds import SampleSeeds
+from megaaccum.upstream import megatron
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative distance between the gradient of the full batch and the sum over its micro-batches beyond which samples
@@ -63,6 +64,7 @@ class PlainLoop:
         means: bool = False,
         optimizer: Callable[[list[tuple[str, torch.Tensor]]], torch.optim.Optimizer] | None = None,
     ):
+        megatron.mend_padding_masks()
         self.model, self.loss, self._means = model, loss, means
         self.named: list[tuple[str, torch.nn.Parameter]] = list(names.named_parameters([model]))  # type: ignore[list-item]
         self.trained = [(name, param) for name, param in self.named if param.requires_grad]
@@ -143,9 +145,10 @@ def clip_factor(norm: float, most: float) -> float:
 
 
 def num_tokens(batch: Any) -> int:
-    """Tokens of a micro-batch, masked or not; 1 if it has none."""
+    """Tokens of a micro-batch, masked or not, without padding; 1 if it has none."""
     tokens = batch.get("tokens", batch.get("input_ids")) if isinstance(batch, dict) else None
-    return tokens.numel() if isinstance(tokens, torch.Tensor) else 1
+    counted = ~batch["padding_mask"] if isinstance(batch, dict) and "padding_mask" in batch else None
+    return int(counted.sum()) if counted is not None else tokens.numel() if isinstance(tokens, torch.Tensor) else 1
 
 
 def lr_schedule(adam: torch.optim.Optimizer, plan: Plan) -> OptimizerParamScheduler:

@@ -73,9 +73,8 @@ def gpt_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, means: b
 
 def _losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     starts = batch["document_starts"].cpu() if "document_starts" in batch else None
-    losses: torch.Tensor = model(
-        batch["tokens"], batch["position_ids"], starts, labels=batch["labels"], loss_mask=batch["loss_mask"]
-    )
+    keys = {name: batch.get(name) for name in ("labels", "loss_mask", "padding_mask")}
+    losses: torch.Tensor = model(batch["tokens"], batch["position_ids"], starts, **keys)
     return losses.view(1, -1)
 
 
@@ -108,10 +107,7 @@ class _Gpt:
 
     def chunks(self, plan: Plan, groups: Groups) -> list[torch.nn.Module]:
         """Build this rank's chunks of a layout."""
-        chunks = gpt.build_chunks(plan, groups, vocab_size=self.vocab_size)
-        for chunk in chunks if self._case.masks == "padded" else ():
-            chunk.register_forward_pre_hook(_give_padding_mask, with_kwargs=True)
-        return list(chunks)
+        return list(gpt.build_chunks(plan, groups, vocab_size=self.vocab_size))
 
     def forward_step(self, plan: Plan, groups: Groups) -> Any:
         """The forward step function that the engine is given."""
@@ -140,6 +136,8 @@ class _Gpt:
         if self._case.masks != "full":
             lengths = torch.randint(1, seq + 1, (rows, 1), generator=generator)
             made["loss_mask"] = made["loss_mask"] * (torch.arange(seq) < lengths)
+        if self._case.masks == "padded":
+            made["padding_mask"] = torch.arange(seq) >= lengths
         return {name: each.contiguous() for name, each in made.items()}
 
     def _made_up(self, rows: int, seq: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -158,16 +156,12 @@ class _Gpt:
         return {name: part[at] for name, part in parts.items()}
 
 
-def _give_padding_mask(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | {"padding_mask": kwargs["loss_mask"] == 0}
-
-
 class WithOverflow:
     """A forward step function. The gradient of its last stage is not finite for micro-batches with `overflows`."""
 
     def __init__(self, inner: GptForwardStep):
         self._inner = inner
-        self.weights, self.token_weights = inner.weights, inner.token_weights
+        self.weights, self.token_weights, self.routed_tokens = inner.weights, inner.token_weights, inner.routed_tokens
 
     def __call__(self, data_iterator: Iterator[Any], chunk: Any, **plan: Any) -> Any:
         made = dict(next(data_iterator))

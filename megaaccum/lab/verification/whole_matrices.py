@@ -99,19 +99,12 @@ class _SplitSoap:
     """The library's SOAP of each matrix, with its own decay and learning rate."""
 
     def __init__(self, split: _Split, plan: Plan):
-        keys = plan.config.optimizer
         self._split = split
         self.param_groups = split.groups
         self.state: dict[Any, Any] = {}
         self._each = {
             name: [
-                emerging.soap(
-                    torch.nn.Parameter(part.reshape(-1, part.shape[2]).clone()),
-                    betas=(keys.adam_beta1, keys.adam_beta2),
-                    eps=keys.adam_eps,
-                    shampoo_beta=keys.soap_shampoo_beta,
-                    use_kl_shampoo=keys.soap_use_kl_shampoo,
-                )
+                emerging.soap(torch.nn.Parameter(part.reshape(-1, part.shape[2]).clone()), plan.config.optimizer)
                 for part in split.parts(master, master.detach())
             ]
             for name, master in split.masters.items()

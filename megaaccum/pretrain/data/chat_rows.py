@@ -49,6 +49,7 @@ class ChatRows:
             sample["labels"][part] = torch.from_numpy(self.chats.tokens[first + 1 : end].astype(np.int64))
             sample["loss_mask"][part] = torch.from_numpy(self.chats.counts[first + 1 : end].astype(np.float32))
             at = self._begin(sample, part)
+        sample["padding_mask"] = torch.arange(self.length) >= at
         if at < self.length:  # what is left is filled with a document that counts nowhere
             self._begin(sample, slice(at, self.length))
         if not self.packed:

@@ -19,9 +19,10 @@ from megaaccum.pretrain.data.order import SampleDataset
 Batch = dict[str, torch.Tensor | None]
 """One micro-batch on the CPU, b = micro_batch_size, s = seq_length: tokens, labels and position_ids int64 [b, s],
 loss_mask float32 [b, s], document_starts bool [b, s] with reset_attention_mask, else None (True at each row's begin and
-after each end of a document), num_tokens int64 [] (unmasked)."""
+after each end of a document), num_tokens int64 [] (unmasked); padding_mask bool [b, s] of rows that may be padded, True
+after their last token."""
 
-_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "document_starts", "padding_mask")
 
 
 class MicrobatchLoader:
@@ -133,15 +134,13 @@ class _Reader:
 
     def read(self) -> Batch:
         samples = [self.sample(index) for index in range(self._start, self._start + self._size)]
-        batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
+        batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS if key in samples[0]}
         tokens, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
         assert tokens is not None and labels is not None and mask is not None
         if self._vocab_size is not None:
             self._check_ids(torch.stack((tokens, labels), 1), self._start, self._vocab_size)
         self._start = next(self._starts)
-        if "document_starts" in samples[0]:
-            batch["document_starts"] = torch.stack([sample["document_starts"] for sample in samples])
-        else:
+        if "document_starts" not in batch:
             batch["document_starts"] = None if self._document_end is None else starts_of(tokens, self._document_end)
         batch["num_tokens"] = mask.count_nonzero()
         if self._pin_for is not None:

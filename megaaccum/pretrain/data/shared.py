@@ -24,6 +24,7 @@ _DTYPES = {
     "labels": torch.int64,
     "loss_mask": torch.float32,
     "document_starts": torch.bool,
+    "padding_mask": torch.bool,
 }
 """The parts of a micro-batch, in the order in which they are sent: wide ones first, so that each is aligned."""
 
@@ -44,16 +45,15 @@ class SharedLoader:
         reads: Sequence[str],
         *,
         shape: tuple[int, int],
-        has_documents: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """open_loader: called on the rank that reads. reads: names that this rank's chunks read. shape: (sequences,
-        tokens) of a micro-batch. has_documents: it has document_starts. clock: gives seconds."""
+        """open_loader: called on the rank that reads. reads: names that this rank's chunks read and that micro-batches
+        have. shape: (sequences, tokens) of a micro-batch. clock: gives seconds."""
         self._pp, self._across = groups.pp, (groups.collection.cp, groups.tp)
         self._in_front = [group.rank() == 0 for group in self._across]
         self._is_alone = groups.pp.size() == groups.tp.size() == groups.collection.cp.size() == 1
         self._loader = open_loader() if groups.pp.rank() == 0 and all(self._in_front) else None
-        self._shape, self._has_documents, self._clock = shape, has_documents, clock
+        self._shape, self._clock = shape, clock
         self._held: dict[int, list[Batch]] = {}
         """Steps that were sent, by the number of micro-batches before them."""
         self._sending: list[dist.Work] = []
@@ -123,8 +123,7 @@ class SharedLoader:
     def _parts(self, stage: int, num_microbatches: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The (dtype, shape) of each part of the message to a stage, in order."""
         shape = (num_microbatches, *self._shape)
-        reads = {name for name in self._reads[stage] if name != "document_starts" or self._has_documents}
-        named = {name: (dtype, shape) for name, dtype in _DTYPES.items() if name in reads}
+        named = {name: (dtype, shape) for name, dtype in _DTYPES.items() if name in self._reads[stage]}
         return {"num_tokens": (torch.int64, (num_microbatches,)), **named}
 
     def _packed(self, stage: int, num_microbatches: int, mine: list[Batch]) -> torch.Tensor:
@@ -145,7 +144,7 @@ class SharedLoader:
             name: piece.view(dtype).view(shape)
             for (name, (dtype, shape)), piece in zip(parts.items(), pieces, strict=True)
         }
-        whole |= {name: whole[name].cpu() for name in ("num_tokens", "document_starts") if name in whole}
+        whole |= {name: each.cpu() for name, each in whole.items() if name == "num_tokens" or each.dtype == torch.bool}
         if whole["num_tokens"][0] < 0:
             return []
         absent = dict.fromkeys(_DTYPES)

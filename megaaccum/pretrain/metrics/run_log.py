@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from megaaccum.config import Config, Plan
 from megaaccum.errors import MegaaccumError, raise_problems
-from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.launch import output
 from megaaccum.pretrain.metrics import journal, plots, receipts
 from megaaccum.pretrain.metrics.goodput import Goodput
@@ -259,3 +259,15 @@ def _read(record: Mapping[str, Any]) -> Record:
 def _title(plan: Plan) -> str:
     model, batch = plan.config.model, f"{plan.batch.global_batch_size} x {plan.batch.seq_length} tokens per step"
     return f"{model.num_layers} layers of width {model.hidden_size}, {batch}, {ranks_of(plan.layout)}"
+
+
+def folder_problems(key: str, folder: str) -> list[str]:
+    """Reasons why the folder that `key` names cannot be written; empty if it can. Makes the folder, and writes a byte
+    to it, since a full disk still makes empty files."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        return [f"{key} {folder!r} cannot be written: {error.strerror or error}; set {key} to a folder that can"]
+    return []

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megaaccum.distributed.groups import Groups
 from megaaccum.platform import cpu
@@ -25,11 +27,12 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 class _Form(NamedTuple):
-    """Fixed facts of a chunk: the tensors of a micro-batch that it reads, and attributes. To look for one that a module
-    lacks takes as long as a small operator."""
+    """Fixed facts of a chunk: the tensors of a micro-batch that it reads, whether it has to be given its own part of a
+    padding mask, and attributes. To look for one that a module lacks takes as long as a small operator."""
 
     reads: tuple[str, ...]
     packs_rows: bool
+    cuts_padding: bool
     loss_cut: Any
 
 
@@ -56,11 +59,13 @@ class GptForwardStep:
         read = ((name, microbatch.get(name)) for name in form.reads)
         batch = {name: each.to(cpu.device(), non_blocking=True) for name, each in read if each is not None}
         if self._cp.size() > 1:
-            batch = self._own_part(batch)
+            batch = get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False)
         starts = microbatch.get("document_starts")
         given: dict[str, Any] = {**batch, "attention_mask": starts}
         if form.packs_rows:
             given = _as_one_row(batch, whole_rows(microbatch["loss_mask"].shape) if starts is None else starts, chunk)
+        if form.cuts_padding and "padding_mask" in given:
+            given["padding_mask"] = given["padding_mask"].chunk(self._tp.size(), dim=1)[self._tp.rank()]
         compute = chunk.build_schedule_plan if return_schedule_plan else chunk
         inputs = [given.pop(name, None) for name in ("tokens", "position_ids", "attention_mask")]
         output = compute(*inputs, labels=given.pop("labels", None), loss_mask=given.pop("loss_mask", None), **given)
@@ -71,7 +76,9 @@ class GptForwardStep:
         if (form := self._forms.get(chunk)) is None:
             reads = tuple(name for name in read_by([chunk]) if name != "document_starts")
             cut = getattr(chunk, "loss_cut", None) if self.adds_blocks else None
-            form = self._forms[chunk] = _Form(reads, getattr(chunk, "packs_rows", False), cut)
+            # Megatron-core 0.19 cuts the mask to a rank's tokens on the first stage of a GPT alone.
+            cuts = chunk.config.sequence_parallel and not (chunk.pre_process and isinstance(chunk, GPTModel))
+            form = self._forms[chunk] = _Form(reads, getattr(chunk, "packs_rows", False), cuts, cut)
         return form
 
     def _loss_of_rows(self, mask: torch.Tensor | None, tokens: float, cut: Any, output: torch.Tensor) -> Loss:
@@ -107,11 +114,10 @@ class GptForwardStep:
             return [1.0] * len(microbatches)
         return [1.0 / max(count, 1.0) for count in _counts(microbatches)]
 
-    def _own_part(self, batch: Microbatch) -> Microbatch:
-        """This context-parallel rank's part of the sequences."""
-        from megatron.core.utils import get_batch_on_this_cp_rank
-
-        return cast("Microbatch", get_batch_on_this_cp_rank(batch, cp_group=self._cp, is_hybrid_cp=False))
+    def routed_tokens(self, microbatches: Sequence[Microbatch]) -> list[int] | None:
+        """The tokens of each micro-batch that routers count, if rows may be padded."""
+        masks = [mask for each in microbatches if (mask := each.get("padding_mask")) is not None]
+        return [int((~mask).sum()) for mask in masks] if len(masks) == len(microbatches) else None
 
 
 def _as_one_row(batch: Microbatch, starts: torch.Tensor, chunk: Any) -> dict[str, Any]:
@@ -143,7 +149,8 @@ def read_by(chunks: Sequence[Any]) -> list[str]:
     """The names of the tensors of a micro-batch that chunks need: stages between the first and the last, no tokens."""
     predict = any(getattr(chunk, "mtp_process", False) for chunk in chunks)
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
-    names = ["tokens", "position_ids"] if first or predict else []
+    names = ["padding_mask"] if any(chunk.config.num_moe_experts for chunk in chunks) else []
+    names += ["tokens", "position_ids"] if first or predict else []
     return [*names, *(["labels", "loss_mask"] if last or predict else []), "document_starts"]
 
 

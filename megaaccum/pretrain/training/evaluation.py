@@ -83,7 +83,7 @@ def loader_of(
     samples to ranks, than the plan's. Collective over its model-parallel group."""
     plan, groups = engine.plan, engine.groups
     batch = batch or plan.batch
-    in_documents = plan.config.data.reset_attention_mask
+    there = {"document_starts": plan.config.data.reset_attention_mask, "padding_mask": plan.config.data.sft}
     open_loader = partial(
         MicrobatchLoader,
         dataset,
@@ -93,13 +93,12 @@ def loader_of(
         num_workers=plan.config.data.num_workers,
         vocab_size=data.vocabulary.size,
         in_runs=plan.in_runs if in_runs is None else in_runs,
-        document_end=data.vocabulary.eod if in_documents else None,
+        document_end=data.vocabulary.eod if there["document_starts"] else None,
     )
     return SharedLoader(
         open_loader,
         groups,
-        read_by(engine.chunks),
+        [name for name in read_by(engine.chunks) if there.get(name, True)],
         shape=(batch.micro_batch_size, batch.seq_length),
-        has_documents=in_documents,
         clock=engine.observer.stopwatch.clock,
     )

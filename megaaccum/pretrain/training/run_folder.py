@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megaaccum.config import Config
 from megaaccum.errors import LaunchError, raise_problems
-from megaaccum.platform.files import folder_problems
 from megaaccum.pretrain.launch.lock import claim
 from megaaccum.pretrain.metrics import run_log
 
@@ -22,7 +21,7 @@ def check_folders(config: Config) -> None:
     run_log.check(config)
     folders = {"save": checkpoint_folder(config)} if _saves(config) else {}
     folders |= {"schedule_trace": Path(config.run.schedule_trace).parent} if config.run.schedule_trace else {}
-    raise_problems([each for key, folder in folders.items() for each in folder_problems(key, str(folder))])
+    raise_problems([each for key, folder in folders.items() for each in run_log.folder_problems(key, str(folder))])
 
 
 def claim_folders(config: Config) -> None:

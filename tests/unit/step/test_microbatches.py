@@ -112,3 +112,19 @@ def test_what_makes_the_scales_of_microbatches_differ() -> None:
     assert not same.differ and not replace(same, weights=[2.0, 2.0]).differ
     for change in (dict(weights=[2.0, 3.0]), dict(tokens=[4, 5]), dict(token_weights=[1, 2]), dict(dummies={1})):
         assert replace(same, **change).differ, change  # type: ignore[arg-type]
+
+
+class Routed:
+    """A forward step function that knows how many tokens of each micro-batch are no padding."""
+
+    def __init__(self, *counts: int):
+        self.routed_tokens = lambda microbatches: counts
+
+    def __call__(self, *args: object) -> None: ...
+
+
+def test_tokens_are_those_that_routers_count() -> None:
+    found = read_batch(Routed(3, 2, 1, 4), data(4), PLAN, first=0)  # type: ignore[arg-type]
+    assert found.tokens == [3, 2, 1, 4]
+    with pytest.raises(ConfigError, match="routed_tokens has 1 numbers for 4 micro-batches"):
+        read_batch(Routed(3), data(4), PLAN, first=0)  # type: ignore[arg-type]
