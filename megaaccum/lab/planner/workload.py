@@ -157,9 +157,7 @@ def vocabulary(config: Config) -> int:
     try:
         return vocab_size(config)
     except DataError as error:
-        raise ConfigError(
-            f"the plan needs the vocabulary: set vocab_size, as there is no dataset yet ({error})."
-        ) from None
+        raise ConfigError(f"the plan needs the vocabulary: set vocab_size, as there is no dataset ({error}).") from None
 
 
 def kernels_of(config: Config, made_of: Layers) -> Kernels:
