@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,10 +73,14 @@ def problems_of(action: Callable[..., object], *args: object, **keys: object) ->
 
 
 def as_users_error(error: BaseException) -> BaseException:
-    """The error to show for a file or folder that the system refuses; any other is `error` itself."""
-    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+    """The error to show for a file or folder that the system refuses, or a full disk, of which a write does not say
+    where; any other is `error` itself."""
+    if not isinstance(error, OSError) or error.strerror is None:
         return error
-    return ConfigError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
+    if error.filename is not None:
+        return ConfigError(f"{shortened(str(error.filename), 300)}: {error.strerror}")
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ConfigError(f"{error.strerror}: free some, or write elsewhere") if is_full else error
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -173,8 +173,7 @@ class StoredPieces:
                 is_one = False
             if not is_one:
                 raise CheckpointError(
-                    f"the checkpoint holds an unknown tensor {key[:200]!r} of size {size}: it is damaged, or another"
-                    " program's"
+                    f"the checkpoint has an unknown tensor {key[:200]!r} of size {size}: damaged, or another program's"
                 )
             self._pieces.setdefault((piece.name, piece.kind), {}).setdefault(piece.cut, []).append(piece)
         self._kinds: dict[str, set[str]] = {}

@@ -78,15 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        print(f"megaaccum {megaaccum.__version__}")
-        return 0
     try:
-        command, arguments = find(argv)
-        code = _prepared(command).main(arguments) or 0
+        code = _run(argv)
         sys.stdout.flush()
         return code
     except (MegaaccumError, KeyboardInterrupt) as error:
@@ -96,9 +89,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         return complain(_other_megatron(error), 1)
     except OSError as error:  # a file that the user named; of a run the place in the code counts
-        if (shown := as_users_error(error)) is error or command == "train":
+        if (shown := as_users_error(error)) is error or argv[:1] == ["train"]:
             raise
         return complain(shown, exit_code_of(shown))
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"megaaccum {megaaccum.__version__}")
+        return 0
+    command, arguments = find(argv)
+    return _prepared(command).main(arguments) or 0
 
 
 def _prepared(command: str) -> ModuleType:

@@ -11,7 +11,7 @@ import yaml
 
 from megaaccum.cli.arguments import command_parser, read_source
 from megaaccum.config.schema import Config
-from megaaccum.errors import printable
+from megaaccum.errors import ConfigError, printable
 from megaaccum.lab.planner.layout_config import as_sections
 
 _USAGE = """megaaccum convert FLAGS_FILE [--key value ...] > run.yaml
@@ -34,4 +34,6 @@ def as_yaml(config: Config, name: str, ranks: int | None = None) -> str:
     text = "".join(
         textwrap.fill(printable(note), 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for note in comments
     )
-    return text + yaml.safe_dump(as_sections(config), sort_keys=False, default_flow_style=None, width=118)
+    if not (sections := as_sections(config)):
+        raise ConfigError(f"{name} has no key of a run: there is nothing to convert")
+    return text + yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=118)

@@ -159,9 +159,7 @@ def check_apex(version: str | None, summary: str | None, has_nvidia_module: bool
     if has_nvidia_module:
         return Finding("apex", "ok", version)
     what = f"{version} is not NVIDIA's apex but an unrelated project" + (f" ({summary})" if summary else "")
-    remedy = (
-        "Remove it (uv pip uninstall apex): Megatron-core takes it for NVIDIA's. NVIDIA's is built from its source."
-    )
+    remedy = "Remove it (uv pip uninstall apex): Megatron-core takes it for NVIDIA's, which is built from source."
     return Finding("apex", "broken", what, remedy)
 
 
@@ -238,9 +236,7 @@ def check_private_names() -> Finding:
 
         problems = upstream.check()
     except Exception as error:  # whatever an import of a broken installation raises, the report has to go on
-        return Finding(
-            name, "broken", f"{type(error).__name__}: {error}", "Mend what is broken above; then make setup."
-        )
+        return Finding(name, "broken", f"{type(error).__name__}: {error}", "Mend what is broken above; make setup.")
     if problems:
         return Finding(name, "broken", "; ".join(problems), "Install the versions of constraints.txt (make setup).")
     return Finding(name, "ok", "all that megaaccum uses of DeepSpeed and Megatron-core is there")

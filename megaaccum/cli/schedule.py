@@ -6,8 +6,10 @@ any unit (--cost; a schedule with two chunks per rank halves them per chunk), or
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,11 @@ _OF_A_PIPELINE = {
     "pp_microbatches", "grad_accum_steps", "world_size",
 }  # fmt: skip
 """Keys that --write replaces, and those that follow from them."""
+_OPTIONS = {
+    "pp_microbatches or grad_accum_steps": "--microbatches", "pipeline_model_parallel_size": "--pp",
+    "microbatch_group_size_per_vp_stage": "--group-size",
+}  # fmt: skip
+"""Options of this command for what a configuration has by keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +184,24 @@ def _fastest_first(
     """The rows that are not `over` the limit, fastest first. Raises ScheduleError if there are none."""
     fitting = [row for row in rows if row not in over]
     if not fitting:
-        least = min(rows, key=lambda row: row.peak, default=None)
-        closest = "" if least is None else f" The one that holds least is {least.schedule.name}, {least.peak:.6g}."
-        raise ScheduleError(f"no schedule fits the memory limit {limit or 0:.6g}.{closest} {' '.join(refused)}".strip())
+        row = min(rows, key=lambda row: row.peak, default=None)
+        why = (
+            ":" if row is None else f" in {limit:.6g}. The one that holds least is {row.schedule.name}, {row.peak:.6g}."
+        )
+        raise ScheduleError(f"no schedule fits{why} {' '.join(refused)}".strip())
     return sorted(fitting, key=lambda row: row.simulation.makespan if barrier else row.without_barrier)
 
 
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Context whose errors name the options of this command."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise ScheduleError(re.sub("|".join(_OPTIONS), lambda key: _OPTIONS[key[0]], str(error))) from None
+
+
+@_naming_options()
 def _row(name: str, args: argparse.Namespace, profile: Profile | None, limit: float | None) -> Row:
     chunks, group_size = (args.vpp, args.group_size) if name == "interleaved" else (None, None)
     schedule = build(name, pp=args.pp, num_microbatches=args.microbatches, chunks=chunks, group_size=group_size)
@@ -275,11 +294,9 @@ def comparison(rows: Sequence[Row], *, barrier: bool = True) -> str:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("schedule", __doc__)
     add = parser.add_argument
-    add("--pp", type=int, required=True, help="pipeline ranks")
-    add("--microbatches", "-m", type=int, required=True, help="micro-batches of a flush")
-    add(
-        "--schedule", required=True, metavar="NAME", help=f"auto (the fastest that fits), {', '.join(names())}, or .csv"
-    )
+    add("--pp", type=count, required=True, help="pipeline ranks")
+    add("--microbatches", "-m", type=count, required=True, help="micro-batches of a flush")
+    add("--schedule", required=True, metavar="NAME", help=f"auto (fastest that fits), {', '.join(names())}, or .csv")
     add("--compare", type=names_in, default=[], metavar="NAMES", help="other schedules, separated by commas")
     add("--cost", type=_cost, metavar="F,I,W", help="forward, input and weight gradient (1,1,1)")
     add("--p2p", type=float, default=0.0, metavar="T", help="from one rank to the next")

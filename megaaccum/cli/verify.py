@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megaaccum import config as configuration
 from megaaccum.cli import verify_weights
-from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source
+from megaaccum.cli.arguments import command_parser, count, fewest_ranks, read_source, refuse_idle
 from megaaccum.config.load import given
 from megaaccum.errors import ConfigError, problems_of
 from megaaccum.lab.verification.shrink import Shrunk
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     from megaaccum.lab.verification import launched, report, user_model
 
     args, source = read_source(argv).parse(parser)
+    refuse_idle(parser, args, {"--dry-run": "--device"})
     num_gpus = _num_gpus(args)
     with replace(source, words=[*source.words, *args.layout]).load() as loaded:
         shrunk = _case(loaded.checked(), loaded.world_size, args)
@@ -94,8 +95,6 @@ def _num_gpus(args: argparse.Namespace) -> int | None:
     """GPUs of this machine that --device gpu asks for, 0 in a dry run; None without that option. Raises ConfigError if
     there are none."""
     if args.device == "cpu":
-        if args.dry_run:
-            raise ConfigError("--dry-run is of --device gpu: add that, or leave it out")
         return None
     if args.dry_run:
         return 0

@@ -36,7 +36,5 @@ def main(argv: Sequence[str]) -> int:
         print(f"logits: {distance:.1e} from transformers' (at most {compare.TOLERANCE:.0e})")
         if not distance <= compare.TOLERANCE:
             problems = [f"{args.weights} computes other logits here than in transformers"]
-    print(
-        "\n".join(problems) if problems else f"{args.weights}: all tensors agree", file=sys.stderr if problems else None
-    )
+    print("\n".join(problems) or f"{args.weights}: all tensors agree", file=sys.stderr if problems else None)
     return int(bool(problems))

@@ -56,9 +56,7 @@ def written_keys(argument: str, section: Section | Mapping[str, object] | None) 
     if section is None or isinstance(section, Mapping):
         return section or {}
     if not isinstance(section, Section):
-        raise ConfigError(
-            f"{argument} is of type {type(section).__name__}: it must be a {argument.capitalize()} or a dict."
-        )
+        raise ConfigError(f"{argument} is {type(section).__name__}: it must be a {argument.capitalize()} or a dict.")
     defaults = type(section)()
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if value != getattr(defaults, name)}

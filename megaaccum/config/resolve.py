@@ -94,9 +94,7 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
     if pipeline_fill_problem(batch):
         pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush
         idle = (pp - 1) / ((config.parallel.virtual_pipeline_model_parallel_size or 1) * m + pp - 1)
-        notes.append(
-            f"{m} micro-batches for {pp} pipeline ranks: ranks idle {idle:.0%} of a flush (1F1B, equal stages)."
-        )
+        notes.append(f"{m} micro-batches for {pp} pipeline ranks: idle {idle:.0%} of a flush (1F1B, equal stages).")
     if not problems or config.parallel.schedule == "interleaved":
         problems += _schedule_problems(config, batch)
     problems += deepspeed_problems(config, batch, notes)

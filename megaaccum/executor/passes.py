@@ -72,8 +72,7 @@ class Call:
         self.iterators = self.data_iterator if isinstance(self.data_iterator, Sequence) else [self.data_iterator]
         if len(self.iterators) != len(self.chunks):
             raise ConfigError(
-                f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks: give a list with one per"
-                " chunk"
+                f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks: give a list, one per chunk"
             )
 
 

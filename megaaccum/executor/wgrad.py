@@ -210,9 +210,7 @@ def install(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 def _refuse(config: Any) -> None:
     for key in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
         if getattr(config, key):
-            raise ConfigError(
-                f"{key} adds weight gradients at times that this schedule does not choose: set {key} to false"
-            )
+            raise ConfigError(f"{key} adds weight gradients at times other than the schedule's: set {key} to false")
 
 
 def _forward(

@@ -238,9 +238,7 @@ class LoopChunk(DistributedDataParallel):  # type: ignore[misc]  # Megatron-core
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """End the flush."""
         if force_all_reduce:
-            raise ConfigError(
-                "force_all_reduce (save_wgrads_interval) needs whole gradients: leave it out"
-            ).printed_once()
+            raise ConfigError("force_all_reduce (save_wgrads_interval) needs whole gradients: drop it").printed_once()
         self._step.finish_grad_sync()
 
     def scale_gradients(self, scaling_factor: float) -> None:

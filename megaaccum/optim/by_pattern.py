@@ -27,9 +27,7 @@ def factors(key: str, texts: list[str]) -> Factors:
         with suppress(ValueError):
             found[pattern] = float(number)
         if not equals or not 0 <= found.get(pattern, -1.0) < math.inf:
-            raise ConfigError(
-                f"{key} {text!r}: write PATTERN=FACTOR with a factor of at least 0, as in embedding.*=0.1"
-            )
+            raise ConfigError(f"{key} {text!r}: write PATTERN=FACTOR, a factor of at least 0, as in embedding.*=0.1")
     return found
 
 

@@ -45,9 +45,7 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
             f"optimizer {keys.optimizer} builds its own optimizer: give initialize none, or set optimizer to adam"
         )
     if keys.lr_mult or keys.wd_mult:
-        raise ConfigError(
-            "lr_mult and wd_mult are factors on the plan's optimizer: give initialize none, or leave them out"
-        )
+        raise ConfigError("lr_mult and wd_mult scale the plan's optimizer: give initialize none, or leave them out")
     optimizer = raise_on_all_ranks(lambda: factory(_trained(chunks)))
     raise_on_all_ranks(_check_own, optimizer, plan, chunks)
     return optimizer

@@ -188,7 +188,7 @@ def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) 
     if m < pp:
         yield (
             f"the interleaved schedule needs at least pipeline_model_parallel_size {pp} micro-batches in a flush, not"
-            f" {m}: raise pp_microbatches or grad_accum_steps until their product is at least {pp}."
+            f" {m}: raise pp_microbatches or grad_accum_steps."
         )
     elif not pp <= n <= m:
         yield (
@@ -200,6 +200,6 @@ def interleaved_problems(microbatches_per_flush: int, pp: int, group_size: int) 
         groups = nearest(n, lambda k: not 0 < m % k < pp, lowest=pp, highest=m)
         yield (
             f"{m} micro-batches in a flush leave a last group of {m} % {key} {n} = {m % n}, which must be 0 or at"
-            f" least pipeline_model_parallel_size {pp}: make it {either(counts)} micro-batches (grad_accum_steps *"
-            f" pp_microbatches), or set {key} to {either(groups)}."
+            f" least pipeline_model_parallel_size {pp}: make it {either(counts)} micro-batches (pp_microbatches or"
+            f" grad_accum_steps), or set {key} to {either(groups)}."
         )

@@ -103,8 +103,7 @@ def _check_stages(path: str | Path, numbers: list[list[int]]) -> None:
     held = sorted(stage for stages in numbers for stage in stages)
     if held != list(range(len(held))):
         raise ScheduleError(
-            f"schedule {path}: each of the stages 0 to {max(held)} has to be in exactly one row, but the rows hold"
-            f" {numbers}"
+            f"schedule {path}: each of the stages 0 to {max(held)} has to be in exactly one row: they hold {numbers}"
         )
     if len({len(stages) for stages in numbers}) > 1:
         raise ScheduleError(f"schedule {path}: every rank has to hold as many stages, but the rows hold {numbers}")

@@ -130,9 +130,15 @@ def _changed(steps: TrainStep) -> StepError | None:
     if not changed:
         return None
     named = [*steps.parameters, *names.named_parameters(steps.chunks)]
-    whose = listed(dict.fromkeys(name for name, param in named if id(param) in changed))
+    hooked = {key for key in changed & was.keys() & now.keys() if was[key][:2] == now[key][:2]}
+    whose = listed(dict.fromkeys(name for name, param in named if id(param) in (hooked or changed)))
+    if hooked:
+        return StepError(
+            f"a hook on {whose} is never called: under fsdp2 gradients come to other tensors than the parameters that"
+            " it shards. Remove the hook, or set backend to deepspeed, megatron or ddp"
+        )
     return StepError(
-        f"presence, dtype, requires_grad or hooks of {whose} has changed since initialize, which built optimizer and"
+        f"presence, dtype or requires_grad of {whose} has changed since initialize, which built the optimizer and the"
         " reductions for what it was: set it back, or initialize another engine on a new model"
     )
 

@@ -184,8 +184,7 @@ def _chunk_problems(plan: Plan, groups: Groups, chunks: Sequence[torch.nn.Module
     held = Counter(id(param) for chunk in chunks for param in chunk.parameters() if param.requires_grad)
     if shared := [name for name, param in names.named_parameters(chunks) if held[id(param)] > 1]:
         problems.append(
-            f"{listed(shared)}: one parameter in two chunks of this rank, which would both reduce it: give each chunk"
-            " its own"
+            f"{listed(shared)}: one parameter in two chunks of this rank, which would both reduce it: give each its own"
         )
     return problems + parameter_problems(plan.config.sharding, dict(names.named_parameters(chunks)))
 

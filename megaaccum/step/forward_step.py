@@ -73,8 +73,8 @@ class ForwardStep:
                 raise TypeError(f"forward_step_func has to return (output, loss_func), not {type(given).__name__}")
         except Exception as error:
             if isinstance(error, StopIteration):
-                ended = f"the data of chunk {number} ended before micro-batch {index + 1} of the {len(self._batch)} of"
-                error = FlushError(f"{ended} this flush: give as many, of which forward_step_func takes one per call")
+                ended = f"the data of chunk {number}, or an iterator of your code, ended before micro-batch {index + 1}"
+                error = FlushError(f"{ended} of the {len(self._batch)} of this flush: give as many, one for each call")
             if not self._tally.keeps_errors:
                 raise error
             self._tally.problem = self._tally.problem or error

@@ -251,6 +251,6 @@ def data_that_ends() -> list[str]:
 
 
 def test_data_that_end_before_the_last_microbatch():
-    text = "the data of chunk 0 ended before micro-batch {} of the 4 of this flush: give as many, of which"
+    text = "the data of chunk 0, or an iterator of your code, ended before micro-batch {} of the 4 of this flush"
     (texts,) = run_ranks(data_that_ends, 1)
     assert [given.startswith(text.format(number)) for given, number in zip(texts, (4, 3), strict=True)] == [True, True]

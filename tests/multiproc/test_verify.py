@@ -76,7 +76,7 @@ def test_a_hybrid_model_of_megatrons_builder(layout):
         plan_of(2, **layout), hybrid.stage, hybrid.forward_step, user_models.batches, verbose=False
     )
     assert verdict.ok, verdict
-    assert any("the model computes in part in FP32, first in decoder.layers.0.mixer" in note for note in verdict.notes)
+    assert any("the model computes partly in FP32, first in decoder.layers.0.mixer" in note for note in verdict.notes)
 
 
 @pytest.mark.parametrize(

@@ -120,18 +120,23 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
     """Experts divide over their ranks, and their ranks over the world: world % (etp * ep * pp) == 0."""
     experts, parallel = subject.model.num_experts, subject.parallel
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
-    pp = parallel.pipeline_model_parallel_size
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     if experts is None or min(ep, etp, pp, experts) < 1:
         return
     yield from indivisible("num_experts", experts, {"expert_model_parallel_size": ep}, change="factor")
-    if subject.world_size % (etp * ep * pp):
+    if (world := subject.world_size) % (etp * ep * pp):
         sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep}
-        sizes |= {"pipeline_model_parallel_size": pp}
-        legal = nearest(ep, lambda n: experts % n == 0 == subject.world_size % (etp * n * pp), highest=experts)
-        other = f"expert_model_parallel_size to {either(legal)}" if legal else "change one of the factors"
+        legal = {
+            "expert_model_parallel_size": nearest(
+                ep, lambda n: experts % n == 0 == world % (etp * n * pp), highest=experts
+            ),
+            "expert_tensor_parallel_size": nearest(etp, lambda n: tp % n == 0 == world % (n * ep * pp), highest=tp),
+        }
+        others = [f"{key} to {either(found)}" for key, found in legal.items() if found]
         yield (
-            f"world size {subject.world_size} is not divisible by {equation(sizes)}: set the world size to"
-            f" {either(nearest_multiples(subject.world_size, etp * ep * pp))}, or {other}."
+            f"world size {world} is not divisible by {equation(sizes | {'pipeline_model_parallel_size': pp})}: set the"
+            f" world size to {either(nearest_multiples(world, etp * ep * pp))}, or"
+            f" {', or '.join(others) or 'change one of the factors'}."
         )
 
 

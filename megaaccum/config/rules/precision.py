@@ -30,8 +30,7 @@ def double_precision(subject: Subject) -> Iterator[str]:
         )
     if subject.sharding.params_dtype == "fp64" and subject.model.transformer_impl == "transformer_engine":
         yield (
-            "Transformer Engine's layers take no fp64 parameters: set transformer_impl to auto, or params_dtype to"
-            " fp32."
+            "Transformer Engine's layers take no fp64 parameters: set transformer_impl to auto or params_dtype to fp32."
         )
 
 

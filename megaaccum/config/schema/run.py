@@ -328,7 +328,7 @@ class RunConfig:
     tensorboard_dir: Annotated[str | None, Facts(per_host=True)] = None
     """Write TensorBoard events here."""
     wandb_project: Annotated[str | None, Facts(per_host=True)] = None
-    """Write to this Weights & Biases project."""
+    """Write to this Weights & Biases project, with the resolved configuration."""
     csv_dir: Annotated[str | None, Facts(per_host=True)] = None
     """Write CSV metrics here."""
     step_timeout_seconds: Annotated[float, Facts(at_least=0)] = 0.0

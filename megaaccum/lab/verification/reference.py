@@ -357,9 +357,7 @@ class _Run:
         self._rounding = max(self._rounding, *errors.values())
         rounded = [name for name, error in errors.items() if error > 1e-10]
         if self.lane == "fp64" and rounded and not reference.notes:
-            reference.notes.append(
-                f"the model computes in part in FP32, first in {rounded[0]}: float64 is held to that"
-            )
+            reference.notes.append(f"the model computes partly in FP32, first in {rounded[0]}: float64 is held to that")
 
     def _samples_depend(self, parts: Gradients, whole: Gradients) -> str:
         limit = SAME.get(next(iter(whole.values())).dtype, 0.5) if self.lane in ("fp64", "fp32") else 0.5

@@ -121,9 +121,16 @@ class ChatTokenizer:
 
     @property
     def stops(self) -> set[int]:
-        """The token that ends a response; empty if the tokenizer names none."""
-        end = self._tokenizer.eos_token_id
-        return set() if end is None else {int(end)}
+        """The tokens that end a response: the first special one that the template writes after it, and the tokenizer's
+        eos_token, which of a base model is another; empty if there are none."""
+        talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "response"}]
+        try:
+            _, found, rest = self.render(talk, None).rpartition("response")
+        except Exception as error:  # a template is a program
+            raise DataError(f"{self.folder}: the chat template raises {type(error).__name__}: {error}") from error
+        added = self._tokenizer.added_tokens_decoder  # some are white space, as Gemma's
+        ends = [each for each in self._ids(rest)[0] if found and each in added and added[each].content.strip()]
+        return {*ends[:1], self._tokenizer.eos_token_id} - {None}
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a user's message, up to where the response begins."""
@@ -139,9 +146,7 @@ class ChatTokenizer:
                 raise DataError(f"{where}: the chat template writes {raw[0][:80]} as it is: make it a text")
             functions = [*(chat.tools or ()), *(call for m in chat.messages for call in m.get("tool_calls") or ())]
             if lost := [name for f in functions if (name := f.get("function", f).get("name", "")) not in text]:
-                raise DataError(
-                    f"{where}: the chat template leaves out the function {lost[0]}: give one that writes it"
-                )
+                raise DataError(f"{where}: the chat template leaves out the function {lost[0]}: give one that has it")
             text.encode()  # the tokenizer's error would not say which text it is
             ids, begins = self._ids(text)
             find = self._marked if _MARKS.search(self.template) else self._spans

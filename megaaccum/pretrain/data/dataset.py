@@ -398,9 +398,7 @@ def check_orders(cache: Path) -> None:
             if order.dtype.kind not in "iu":
                 raise ValueError(f"it holds {order.dtype}, not whole numbers")
         except Exception as error:  # numpy reads the header as a Python literal
-            raise DataError(
-                f"the order of samples {path} is damaged ({error}): delete {cache}, and start again"
-            ) from None
+            raise DataError(f"the sample order {path} is damaged ({error}): delete {cache}, and start again") from None
 
 
 def _megatron_config(request: _Request, cache: Path, part: int, num_samples: int) -> tuple[Any, Any]:

@@ -85,9 +85,7 @@ def _of_another_program(launch: Launch) -> list[Source]:
     if _PROGRAMS.fullmatch(name):
         return []
     if _OTHERS.fullmatch(name):
-        source.problems.append(
-            f"{launch.script}: {name} trains something else than pretrain_gpt.py, which is read here."
-        )
+        source.problems.append(f"{launch.script}: {name} trains something else than pretrain_gpt.py, which is read.")
     else:
         source.notes.append(f"{name} is read as Megatron's pretrain_gpt.py: what else it does is not.")
     return [source]

@@ -272,6 +272,11 @@ def _configuration(config: Config) -> dict[str, Record]:
     return sections
 
 
+def settings(config: Config) -> Record:
+    """The value of every key and of Megatron's own fields, without credentials."""
+    return dict(_strict({**config.megatron, **{name: value(config, name) for name in all_keys()}}))
+
+
 def code() -> Record:
     """Version, a hash of the package's code and tables and, in a git checkout, its commit and whether files differ
     from it (None elsewhere)."""

@@ -16,6 +16,7 @@ from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
 from megaaccum.platform.files import replace_text, set_aside
 from megaaccum.pretrain.metrics.journal import KINDS, Record
+from megaaccum.pretrain.metrics.receipts import settings
 
 
 class Services:
@@ -72,8 +73,7 @@ def configured_services(config: Config) -> list[str]:
 def missing_packages(config: Config) -> list[str]:
     """One text, with a remedy, for each configured service whose package is not installed."""
     return [
-        f"{key} is set, but the Python package {package} is not installed: "
-        f"install it (pip install {package}) or remove {key}"
+        f"{key} is set, and its package {package} is not installed: pip install {package}, or remove {key}"
         for key, package, _ in (_SERVICES[name] for name in configured_services(config))
         if package and importlib.util.find_spec(package) is None
     ]
@@ -134,6 +134,7 @@ class _Wandb(_Service):
         self._run = wandb.init(
             project=config.run.wandb_project, entity=block.get("team"), group=block.get("group"),
             id=os.environ.get("WANDB_RUN_ID") or kept.read_text(encoding="utf-8"), resume="allow",
+            config=settings(config),
         )  # fmt: skip
         # W&B drops rows whose own step is below the last one, so those of every step that a resume repeats.
         self._run.define_metric("*", step_metric="step")

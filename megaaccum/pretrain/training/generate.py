@@ -98,8 +98,7 @@ class Generation:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             if folder is not None and (folder / name).is_file():
-                given = config_json.read_object(folder / name).get("eos_token_id")
-                found |= {given} if isinstance(given, int) else set(given or ())
+                found |= set(config_json.end_ids(config_json.read_object(folder / name)))
         if self.chat:
             found |= self._chat_tokenizer.stops
         return found or {end for end in [end_of_document(self._tokenizer)] if end is not None}

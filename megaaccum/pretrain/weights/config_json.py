@@ -32,7 +32,7 @@ def read_json(folder: Path) -> Keys:
     path = folder / "config.json"
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} has a LoRA adapter (adapter_config.json), which is not read: merge it into its model"
+            f"{folder} has a LoRA adapter (adapter_config.json), which is unread: merge it into its model"
         )
     content = read_object(path)
     if not isinstance(content.get("model_type"), str):
@@ -65,6 +65,12 @@ def read_object(path: Path) -> Keys:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return content
+
+
+def end_ids(content: Keys) -> list[int]:
+    """The tokens that end a text, by a config.json or generation_config.json."""
+    given = content.get("eos_token_id")
+    return [given] if isinstance(given, int) else list(given or ())
 
 
 def family_of(content: Keys) -> str:

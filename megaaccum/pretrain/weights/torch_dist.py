@@ -108,9 +108,7 @@ class TorchDist:
                 continue
             part = self._content(info, place.key)
             if not isinstance(part, torch.Tensor) or part.dim() != len(size) or set(part.shape[:depth]) - {1}:
-                raise CheckpointError(
-                    f"{info.relative_path} does not hold a part of {place.key} of one layer or expert"
-                )
+                raise CheckpointError(f"{info.relative_path} holds no part of {place.key} of one layer or expert")
             part = part.reshape(part.shape[depth:])
             whole = whole if filled else torch.empty(size[depth:], dtype=part.dtype)
             whole[tuple(slice(at, at + n) for at, n in zip(offsets[depth:], part.shape, strict=True))] = part
@@ -185,9 +183,7 @@ def _checkpoint_in(folder: Path) -> Path:
     try:
         kind: Mapping[str, Any] = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is no torch_dist checkpoint ({error}): its older formats are not read"
-        ) from error
+        raise CheckpointError(f"{folder} is no torch_dist checkpoint ({error}): older formats are not read") from error
     if kind.get("sharded_backend") != "torch_dist":
         raise CheckpointError(f"{folder} is of the kind {kind.get('sharded_backend')}, but only torch_dist is read")
     return folder

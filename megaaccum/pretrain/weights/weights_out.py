@@ -22,8 +22,9 @@ from megaaccum.checkpoint.whole import copy_runs
 from megaaccum.config.schema import Config
 from megaaccum.errors import CheckpointError, ConfigError, DataError
 from megaaccum.model import names
+from megaaccum.pretrain.data.chats import ChatTokenizer
 from megaaccum.pretrain.data.sources import read_run_tokenizer
-from megaaccum.pretrain.data.tokenizer import end_of_document
+from megaaccum.pretrain.data.tokenizer import end_of_document, tokenizer_file
 from megaaccum.pretrain.data.vocabulary import read_vocabulary
 from megaaccum.pretrain.metrics import receipts
 from megaaccum.pretrain.weights import config_json, safetensors_folder
@@ -37,6 +38,7 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+_GENERATION = "generation_config.json"
 _BUFFER = "buffer/"
 _SHARED = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 """Tensors that each layer that predicts further tokens has once more, and their names there."""
@@ -145,7 +147,10 @@ class Export:
         (config, checkpoint), vocab_size = current_of(run, checkpoint), receipts.read_all(run)[-1]["data"]["vocab_size"]
         began = Path(config.run.init_from) if config.run.init_from else None
         source = like or (began if began and (began / "config.json").is_file() else None)
-        for name in ["chat_template_path"] if source else ["chat_template_path", "tokenizer_model"]:
+        if like is not None and tokenizer_file(like).is_file():
+            config.data.tokenizer_model = str(like)
+        beside = source and not config.data.sft  # then the tokenizer of the model is the run's
+        for name in ["chat_template_path"] if beside else ["chat_template_path", "tokenizer_model"]:
             if (path := getattr(config.data, name)) and not Path(path).exists():
                 raise ConfigError(f"{name} {path} of the run is not there: put it back (a tokenizer: or give --like)")
         content = None if source is None else config_json.read_json(source)
@@ -227,17 +232,27 @@ class Export:
         if "num_nextn_predict_layers" in content:
             content["num_nextn_predict_layers"] = self.config.model.mtp_num_layers or 0
         content |= dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
-        given = self.config.data.tokenizer_model
-        folder = self.source or (Path(given) if given and Path(given).is_dir() else None)
-        for name in ("generation_config.json", *_TOKENIZER):
-            if folder is not None and (folder / name).is_file():
-                shutil.copyfile(folder / name, aside / name)
+        given, folder = self.config.data.tokenizer_model, self.source
+        if given and (own := tokenizer_file(given).with_name("tokenizer_config.json")).is_file():
+            folder = own.parent  # the run's ids are its own, whatever its weights began from
+        for place, name in ((self.source or folder, _GENERATION), *((folder, each) for each in _TOKENIZER)):
+            if place is not None and (place / name).is_file():
+                shutil.copyfile(place / name, aside / name)
         with suppress(DataError):  # of ids alone there is no tokenizer
             if folder is None:
                 _write_tokenizer(read_run_tokenizer(self.config, "--hf"), aside)
             if self.content is None:
                 content["eos_token_id"] = read_vocabulary(aside, "HuggingFaceTokenizer").eod
-        (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        files = {"config.json": content}
+        if self.config.data.sft:  # a base model ends texts, and not turns
+            stops = ChatTokenizer(replace(self.config.data, tokenizer_model=str(folder or given))).stops
+            if (aside / _GENERATION).is_file():
+                files[_GENERATION] = config_json.read_object(aside / _GENERATION)
+            for each in files.values():
+                ends = [*(known := config_json.end_ids(each)), *sorted(stops.difference(known))]
+                each["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        for name, each in files.items():
+            (aside / name).write_text(json.dumps(each, indent=2) + "\n", encoding="utf-8")
         if self.config.data.chat_template_path is not None:  # in which the model was trained
             shutil.copyfile(self.config.data.chat_template_path, aside / "chat_template.jinja")
 

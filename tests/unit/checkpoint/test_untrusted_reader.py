@@ -218,13 +218,13 @@ def test_a_pipe_in_place_of_a_file_holds_nobody_up(tmp_path, name):
     ids=range(12),
 )  # fmt: skip
 def test_a_key_that_is_no_piece_is_refused(key):
-    with pytest.raises(CheckpointError, match="holds an unknown tensor"):
+    with pytest.raises(CheckpointError, match="has an unknown tensor"):
         StoredPieces({key: (8,)})
 
 
 def test_a_piece_of_another_size_is_refused():
     for size in ((), (7,), (4, 2)):
-        with pytest.raises(CheckpointError, match="holds an unknown tensor"):
+        with pytest.raises(CheckpointError, match="has an unknown tensor"):
             StoredPieces({KEY: size})
 
 

@@ -65,6 +65,9 @@ def test_a_file_that_the_system_refuses_is_one_message(command, capsys):
     command(raiser(PermissionError(13, "Permission denied", "/data/corpus.bin")))
     assert cli.main(["check"]) == 2
     assert capsys.readouterr().err == "megaaccum: error: /data/corpus.bin: Permission denied\n"
+    command(raiser(OSError(28, "No space left on device")))  # of a write, which names no file
+    assert cli.main(["check"]) == 2
+    assert capsys.readouterr().err == "megaaccum: error: No space left on device: free some, or write elsewhere\n"
     command(raiser(ConnectionResetError(104, "Connection reset by peer")))
     with pytest.raises(ConnectionResetError):
         cli.main(["check"])
@@ -273,9 +276,9 @@ def test_a_machine_does_not_start_another_number_of_ranks_than_the_file_is_for(c
     assert "made for 64 ranks (world_size), and 4 would start on this machine" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_is_no_error():
+@pytest.mark.parametrize("words", ["schedule --pp 4 -m 8 --schedule 1f1b --no-timeline", "--help", "--version"])
+def test_a_reader_that_stops_is_no_error(words):
     """`megaaccum ... | head` ends with the shell's code for it and prints no traceback."""
-    words = "schedule --pp 4 -m 8 --schedule 1f1b --no-timeline"
     command = [sys.executable, "-m", "megaaccum", *words.split()]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started.stdout.close()
@@ -287,3 +290,11 @@ def test_another_broken_pipe_is_an_error(command, capsys):
     command(raiser(BrokenPipeError("a rank's socket")))
     with pytest.raises(BrokenPipeError, match="socket"):
         cli.main(["check", "a.yaml"])
+
+
+@pytest.mark.parametrize("content", ["", "# a comment\n"])
+def test_a_file_without_a_key_is_nothing_to_convert(tmp_path, capsys, content):
+    (tmp_path / "run.yaml").write_text(content)
+    assert cli.main(["convert", str(tmp_path / "run.yaml")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "run.yaml has no key of a run" in err

@@ -183,6 +183,25 @@ def test_what_cannot_be_compared_says_why(capsys):
     assert out.splitlines()[2].startswith("interleaved: 10 micro-batches in a flush leave a last group")
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("-m 5 --schedule dualpipev", "needs at least 2 * 4 = 8 micro-batches in a flush, not 5: raise --microbatches"),
+        ("-m 3 --schedule interleaved", "needs at least --pp 4 micro-batches in a flush, not 3: raise --microbatches."),
+        ("-m 9 --schedule interleaved --group-size 3", "--group-size 3 must be between --pp 4 and the 9 micro-batches"),
+        ("-m 10 --schedule interleaved --group-size 4", "8 or 12 micro-batches (--microbatches), or set --group-size"),
+        ("-m 8 --schedule gpipe --profile layers.json", "cannot be cut into 4 stages: lower --pp or the chunks"),
+        ("-m 8 --schedule auto --profile layers.json", "no schedule fits: 1f1b: 1 layers cannot be cut into 4 stages"),
+    ],
+)
+def test_errors_name_the_options_of_the_command(capsys, monkeypatch, tmp_path, words, text):
+    monkeypatch.chdir(tmp_path)
+    costs = {name: dict.fromkeys("ETL", 1) for name in ("forward_ms", "backward_ms", "weight_ms")}
+    Path("layers.json").write_text(json.dumps({"pattern": "ETL", **costs}))
+    assert main(f"schedule --pp 4 {words} --no-timeline".split()) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_costs_and_latency(capsys):
     out = run(capsys, "schedule --pp 2 -m 4 --schedule 1f1b --cost 2,3,1 --no-timeline")
     assert out.splitlines()[1].split()[2:4] == ["30", "6"]
@@ -252,9 +271,11 @@ def test_plan_and_run_begin_together(tmp_path):
         ("--pp 4 -m 6 --schedule dualpipev", "needs at least 2 * 4 = 8 micro-batches"),
         ("--pp 4 -m 8 --schedule dualpipe", "did you mean dualpipev"),
         ("--pp 4 -m 8 --schedule zbv --compare 1f1b,dualpipe", "did you mean dualpipev"),
-        ("--pp 0 -m 8 --schedule zbv", "both must be at least 1"),
         ("--pp 4 -m 8 --schedule zbv --search --memory-limit 0.5", "rank 0 needs 1 (0 of it state)"),
-        ("--pp 4 -m 8 --schedule auto --memory-limit 0.5", "The one that holds least is v-min, 2."),
+        (
+            "--pp 4 -m 8 --schedule auto --memory-limit 0.5",
+            "no schedule fits in 0.5. The one that holds least is v-min, 2.",
+        ),
         ("--pp 4 -m 8 --schedule zbv --memory-gib 3", "--memory-gib needs a --profile with the bytes"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, Case
+from tests.unit.config.rules.cases import COLD, EXPERTS, LATENT, PACKED, PP2, SPREAD, TP2, Case
 
 
 def window(size: object = (8, 0), **fields: object) -> dict[str, object]:
@@ -198,6 +198,18 @@ BROKEN: list[Case] = [
         6,
         EXPERTS | PP2 | dict(expert_model_parallel_size=4),
         ["world size 6", "expert_model_parallel_size 4", "= 8", "to 8, or expert_model_parallel_size to 1."],
+    ),
+    (
+        "expert_parallel",
+        2,
+        SPREAD | TP2,
+        ["tensor_parallel_size 2", "to 4, or expert_model_parallel_size to 1, or expert_tensor_parallel_size to 1."],
+    ),
+    (
+        "expert_parallel",
+        6,
+        SPREAD | dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, pipeline_model_parallel_size=2),
+        ["world size to 4 or 8, or expert_model_parallel_size to 1."],
     ),
     ("experts_with_tensor_parallel", 2, EXPERTS | dict(tensor_model_parallel_size=2), ["sequence_parallel"]),
     (

@@ -172,7 +172,7 @@ def test_a_planted_order_is_not_unpickled_or_waited_for(tmp_path, corpus):
     def plant(make) -> None:
         order.unlink()
         make()
-        with pytest.raises(DataError, match=r"the order of samples .* is damaged \(.*\): delete .*, and start again"):
+        with pytest.raises(DataError, match=r"the sample order .* is damaged \(.*\): delete .*, and start again"):
             build_datasets(plan)
 
     plant(lambda: np.save(order, np.array([Planted(tmp_path / "ran")]), allow_pickle=True))

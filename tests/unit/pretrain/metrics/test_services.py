@@ -112,6 +112,18 @@ def test_wandb_is_given_project_names_and_steps(tmp_path, inits):
     assert run.ends == 1
 
 
+def test_wandb_can_filter_runs_by_their_configuration(tmp_path, inits):
+    """Resolved, as in the receipt, and like it without credentials."""
+    plan = planned(tmp_path, wandb_project="mine")
+    plan.config.optimizer.lr, plan.config.data.data_path = 2e-3, ["s3://me:hidden@host/text"]
+    plan.config.parallel.pipeline_model_parallel_size, plan.config.megatron = 4, {"moe_shared_expert_gate": True}
+    RunLog(plan, is_writer=True, flops_per_step=8e12, peak_flops=None, clock=Clock())
+    given = inits[0]["config"]
+    assert (given["lr"], given["pipeline_model_parallel_size"], given["moe_shared_expert_gate"]) == (2e-3, 4, True)
+    assert given["data_path"] == ["s3://***@host/text"]
+    assert json.loads(json.dumps(given)) == given
+
+
 def test_wandb_has_the_steps_that_a_resume_repeats(tmp_path, inits):
     """W&B's own step only rises: rows of steps 3 and 4 would be dropped where an attempt that was killed had logged 4,
     and those up to step 1000 where `load_step` goes back from there."""

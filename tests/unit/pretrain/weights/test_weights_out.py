@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import read_tokenizer
 from megaaccum.pretrain.weights.weights_out import Export
-from tests.support.chats import write_tokenizer
+from tests.support.chats import CHATML, write_tokenizer
 from tests.support.configs import plan
 
 TEXT = "Call me Ishmael. <|endoftext|>"
+BASE = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
 
 
 def written(aside: Path, content: Any = None, source: Path | None = None, **keys: Any) -> Any:
@@ -82,3 +84,36 @@ def test_text_ends_where_the_model_that_was_trained_further_says(tmp_path):
     written(out := tmp_path / "another", None, source, data_path=["ids"])  # its config.json is not taken
     assert transformers.AutoConfig.from_pretrained(out).eos_token_id == 258
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 4
+
+
+@pytest.mark.parametrize(
+    ("turn", "known", "wanted"),
+    [("<|im_end|>\n", 256, [256, 258]), ("\n<|im_start|>x", [256, 258], [256, 258, 257]), ("\n", 256, 256)],
+)  # fmt: skip
+def test_a_model_that_learned_chats_stops_where_its_template_ends_a_turn(tmp_path, turn, known, wanted):
+    """A base model's end of text is another token, which it does not write after a response."""
+    transformers = pytest.importorskip("transformers", reason="not installed: transformers")
+    source = write_tokenizer(tmp_path / "source", CHATML.replace("<|im_end|>\n", turn))
+    (source / "tokenizer_config.json").write_text(json.dumps(BASE))
+    content = {"model_type": "llama", "eos_token_id": known}
+    keys: Any = dict(sft=True, data_path=["chats.jsonl"], tokenizer_model=str(source / "tokenizer.json"))
+    written(out := tmp_path / "out", content, source, **keys)
+    assert transformers.AutoConfig.from_pretrained(out).eos_token_id == wanted
+    assert not (out / "generation_config.json").exists()
+    (source / "generation_config.json").write_text('{"eos_token_id": 256, "top_p": 0.5}')
+    written(out := tmp_path / "another", content, source, **keys)
+    read = transformers.GenerationConfig.from_pretrained(out)
+    assert (read.eos_token_id, read.top_p) == (wanted if known == 256 else [256, 257], 0.5)
+    written(out := tmp_path / "pretrained", content, source, tokenizer_model=str(source), data_path=["ids"])
+    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 256
+
+
+def test_the_tokenizer_of_the_run_goes_with_its_weights(tmp_path):
+    """Not that of the model it began from, which may lack the template in which it was trained."""
+    transformers = pytest.importorskip("transformers", reason="not installed: transformers")
+    base, own = write_tokenizer(tmp_path / "base", None), write_tokenizer(tmp_path / "own")
+    (base / "generation_config.json").write_text('{"eos_token_id": 256}')
+    content = {"model_type": "llama", "eos_token_id": 256}
+    written(out := tmp_path / "out", content, base, sft=True, data_path=["chats.jsonl"], tokenizer_model=str(own))
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
+    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [256, 258]
