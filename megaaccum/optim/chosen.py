@@ -48,6 +48,7 @@ def optimizer_of(plan: Plan, chunks: list[torch.nn.Module], factory: OptimizerFa
         raise ConfigError("lr_mult and wd_mult scale the plan's optimizer: give initialize none, or leave them out")
     optimizer = raise_on_all_ranks(lambda: factory(_trained(chunks)))
     raise_on_all_ranks(_check_own, optimizer, plan, chunks)
+    raise_on_all_ranks(_check_rates, optimizer, plan)
     return optimizer
 
 
@@ -103,6 +104,22 @@ def _check_own(optimizer: torch.optim.Optimizer, plan: Plan, chunks: list[torch.
             f"optimizer {name} steps a parameter as a whole, and backend {backend} gives it pieces: set backend to ddp,"
             " or the plan's optimizer to muon or soap, whose matrices are whole on their owners"
         )
+
+
+def _check_rates(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Raise ConfigError for a number of the plan that no group of the optimizer has, and that no schedule sets."""
+    keys, written = plan.config.optimizer, plan.config.origin.keys()
+    scheduled = {"lr", "weight_decay"} if keys.lr and plan.config.run.train_iters else set()
+    held = [
+        group | dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) for group in optimizer.param_groups
+    ]
+    for key in sorted({"lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"} & written - scheduled):
+        name, mine = key.removeprefix("adam_"), getattr(keys, key)
+        if mine not in (theirs := {float(group.get(name, mine)) for group in held}):
+            raise ConfigError(
+                f"{key} is {mine} in the plan, and {name} {listed(sorted(theirs))} in the optimizer that initialize was"
+                f" given: give it {mine} there, or leave {key} out of the plan"
+            )
 
 
 def _trained(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:

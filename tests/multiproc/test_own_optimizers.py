@@ -145,12 +145,29 @@ def test_optimizers_that_count_their_calls():
     assert max(map(max, run_ranks(trained_distances, 2, timeout=90))) < 1e-6
 
 
-def under_a_schedule() -> tuple[list[float], str]:
-    """How far weights are from those of one process, by backend, where a schedule of the plan sets the rate; and what
-    is said of groups with rates of their own."""
+RATES = [
+    (
+        "sgd",
+        dict(lr=1e-3),
+        "lr is 0.001 in the plan, and lr 0.1 in the optimizer that initialize was given: give it 0.001",
+    ),
+    ("decayed", dict(weight_decay=0.2), "weight_decay is 0.2 in the plan, and weight_decay 0.0, 0.3 in the optimizer"),
+    ("amsgrad", dict(adam_beta2=0.95), "adam_beta2 is 0.95 in the plan, and beta2 0.999 in the optimizer"),
+    ("rates", dict(lr=0.05), ""),  # one of its groups has it
+    ("decayed", dict(weight_decay=0.3, adam_eps=1e-2, adam_beta1=0.9), ""),
+    ("sgd", dict(adam_beta2=0.95), ""),  # which has none
+    ("amsgrad", dict(lr=1e-3, train_iters=9), ""),  # set by a schedule
+]
+"""Names of optimizers with keys of the plan, and what is said of these."""
+
+
+def under_a_schedule() -> tuple[list[float], str, list[str]]:
+    """How far weights are from those of one process, by backend, where a schedule of the plan sets the rate; what is
+    said of groups with rates of their own, and of RATES."""
     import torch
 
     from megaaccum.errors import ConfigError
+    from tests.multiproc.test_engine_inputs import said
 
     found, schedule = [], dict(lr=1e-2, lr_decay_style="constant", train_iters=9)
     true = of_one_process("decayed")
@@ -162,13 +179,16 @@ def under_a_schedule() -> tuple[list[float], str]:
         found.append(max(float((weights[each] - true[each]).abs().max()) for each in true))
     with pytest.raises(ConfigError) as raised:
         made("rates", dict(backend="ddp"), **schedule)
-    return found, str(raised.value)
+    of_rates = [said(lambda n=name, k=keys: made(n, dict(backend="ddp"), **k)) for name, keys, _ in RATES]
+    return found, str(raised.value), of_rates
 
 
 def test_a_schedule_of_the_plan_leaves_the_decays_of_an_own_optimizer():
-    for found, said in run_ranks(under_a_schedule, 2, timeout=60):
+    for found, said, of_rates in run_ranks(under_a_schedule, 2, timeout=60):
         assert max(found) < 1e-6, found
         assert "give each group its max_lr and min_lr" in said
+        for (name, keys, words), text in zip(RATES, of_rates, strict=True):
+            assert words in text and bool(words) == bool(text), (name, keys, text)
 
 
 def begun_by_weights() -> list[int]:

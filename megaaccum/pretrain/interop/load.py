@@ -85,7 +85,7 @@ def _of_another_program(launch: Launch) -> list[Source]:
     if _PROGRAMS.fullmatch(name):
         return []
     if _OTHERS.fullmatch(name):
-        source.problems.append(f"{launch.script}: {name} trains something else than pretrain_gpt.py, which is read.")
+        source.problems.append(f"{launch.script}: {name} is not pretrain_gpt.py, the script that is read here.")
     else:
         source.notes.append(f"{name} is read as Megatron's pretrain_gpt.py: what else it does is not.")
     return [source]

@@ -145,3 +145,11 @@ def test_soap_in_another_default_precision_is_refused(dtype):
             matrices_of(OptimizerConfig(optimizer="soap"), [torch.nn.Linear(2, 2)])
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_soap_has_the_numbers_of_the_plan() -> None:
+    numbers = dict(adam_beta1=0.8, adam_beta2=0.85, adam_eps=1e-3, soap_shampoo_beta=0.7, soap_use_kl_shampoo=False)
+    library = emerging.soap(torch.nn.Parameter(torch.ones(2, 3)), OptimizerConfig(**numbers))
+    group = library.param_groups[0]
+    assert (group["betas"], group["eps"], group["shampoo_beta"]) == ((0.8, 0.85), 1e-3, 0.7)
+    assert (vars(library)["use_kl_shampoo"], group["lr"], group["weight_decay"]) == (False, 1.0, 0.0)
