@@ -32,7 +32,7 @@ def read_json(folder: Path) -> Keys:
     path = folder / "config.json"
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} has a LoRA adapter (adapter_config.json), which is unread: merge it into its model"
+            f"{folder} has a LoRA adapter (adapter_config.json), which is not read: merge it into its model"
         )
     content = read_object(path)
     if not isinstance(content.get("model_type"), str):
