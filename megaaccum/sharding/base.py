@@ -191,6 +191,10 @@ class ShardingBackend(ABC):
     def gather(self) -> None:  # noqa: B027
         """Parameters are whole after this on every rank (evaluation), or a module's forward gathers them."""
 
+    def drop_gathered(self) -> None:  # noqa: B027
+        """Drop whole copies of parameters that are shards between steps, if the backend has such: a program may change
+        the shards before they are gathered again."""
+
     def gather_ahead(self) -> None:  # noqa: B027
         """Start the collective that the next `gather` waits for, if the backend has one."""
 

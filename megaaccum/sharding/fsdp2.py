@@ -78,7 +78,6 @@ class Fsdp2Backend(ShardingBackend):
         for chunk in chunks if at_owners else ():  # first: what is added later runs before it
             fsdp2.divert(chunk, self.at_owners)
         fsdp2.watch(self._roots, self.memory.note)
-        self._records = [held for root in self._roots for unit in fsdp2.units(root) for held in unit.fsdp_params]
         self._parameters = list(names.named_parameters(chunks))
         """(name, shard); embedding and head's copy of it, where a V has both on this rank, have one name."""
         shards = {id(param): shard for (_, param), (_, shard) in zip(whole, self._parameters, strict=True)}
@@ -244,11 +243,7 @@ class Fsdp2Backend(ShardingBackend):
         self.resume_accumulation()
 
     def gathered_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        return fsdp2.gathered_parameters(self._records)
-
-    @property
-    def copied(self) -> list[tuple[torch.nn.Parameter, torch.Tensor, int]]:  # type: ignore[override]
-        return [(*pair, 0) for pair in self.gathered_parameters()]
+        return fsdp2.gathered_parameters(self._roots)
 
     def finish_reduction(self) -> None:
         fsdp2.refuse_unreduced(self._roots)
@@ -283,17 +278,16 @@ class Fsdp2Backend(ShardingBackend):
         try:
             yield
         finally:
-            self._reshard()
+            self.drop_gathered()
 
     def step(self) -> None:
         super().step()
-        self._reshard()  # a forward alone, after the last backward, has gathered the weights from before the step
+        self.drop_gathered()  # a forward alone, after the last backward, has gathered the weights from before the step
 
     def streamed_modules(self) -> list[Any]:
         return self._units() if self._streaming else []
 
-    def _reshard(self) -> None:
-        """Drop the gathered weights."""
+    def drop_gathered(self) -> None:
         for unit in self._units():
             unit.reshard()
 
@@ -321,7 +315,7 @@ class Fsdp2Backend(ShardingBackend):
     def adopt_state(self, num_steps: int) -> None:
         trained: list[torch.Tensor] = [param for _, param in self._parameters if param.requires_grad]
         adam.set_adam_step(self.optimizer, trained, num_steps)
-        self._reshard()  # what is gathered is of before
+        self.drop_gathered()  # what is gathered is of before
 
     def own_tensors(self) -> dict[str, Iterable[torch.Tensor]]:
         held = fsdp2.tensors(self._roots) | {"optimizer": adam.optimizer_tensors(self.optimizer)}

@@ -41,6 +41,8 @@ def forward(steps: TrainStep, batch: Microbatches) -> Tally:
         for module in training:  # a part that is frozen may be evaluated in training too
             module.training = True
         steps.fp8.restore(before)
+        if steps.opened is None:
+            steps.backend.drop_gathered()
     call_agreement.on_call("the end of a forward", steps, problem=evaluation.tally.problem)
     return evaluation.tally
 

@@ -243,9 +243,10 @@ def whole_parameters(root: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     return found
 
 
-def gathered_parameters(records: Iterable[Any]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def gathered_parameters(roots: Iterable[Any]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """(shard, whole parameter) of those that FSDP2 has made whole so far, and keeps (torch 2.13)."""
-    return [(held.sharded_param, held._unsharded_param) for held in records if hasattr(held, "_unsharded_param")]
+    params = [held for root in roots for unit in units(root) for held in unit.fsdp_params]
+    return [(held.sharded_param, held._unsharded_param) for held in params if hasattr(held, "_unsharded_param")]
 
 
 def mark_experts(unit: Any) -> None:

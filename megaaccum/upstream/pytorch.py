@@ -60,9 +60,8 @@ def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tu
 
 
 def versions(copied: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> list[int]:
-    """Numbers of which one changes when the second of a pair, or a shard of fully_shard's as its first, is written to
-    in place, except through its `data`."""
-    return [copy._version for _, copy, _ in copied] + [p._version for p, *_ in copied if isinstance(p, DTensor)]
+    """Numbers of which one changes when the second of a triple is written to in place, except through its `data`."""
+    return [copy._version for _, copy, _ in copied]
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:

@@ -79,7 +79,7 @@ CHANGES = {
 
 
 def made(sharding: dict[str, Any], *, evaluated: bool = False) -> tuple[Any, Any]:
-    """A model of which a step has been taken, and its engine. evaluated: FSDP2's parameters are whole then."""
+    """A model of which a step has been taken, and its engine. evaluated: FSDP2 has made its parameters whole since."""
     import torch
 
     from megaaccum import Plan, initialize
@@ -87,7 +87,7 @@ def made(sharding: dict[str, Any], *, evaluated: bool = False) -> tuple[Any, Any
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     batch = dict(micro_batch_size=4, seq_length=1, grad_accum_steps=2)
-    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(lr=0.1, clip_grad=0.0), world_size=2)
+    plan = Plan.of(batch=batch, sharding=sharding, optimizer=dict(clip_grad=0.0), world_size=2)
     keys = dict(forward_step_func=forward_step, optimizer=torch.optim.AdamW)
     engine = initialize(plan, model, **keys)
     engine.train_step(batches(0))
@@ -120,8 +120,6 @@ def refusals(evaluated: bool) -> dict[tuple[str, str], str]:
     found = {}
     for backend, sharding in BACKENDS.items():
         for change in (*CHANGES, with_a_frozen_teacher, with_a_hook):
-            if evaluated and change is in_half and backend == "fsdp2":
-                continue  # torch refuses the product
             model, engine = made(sharding, evaluated=evaluated)
             change(model)
             found[change.__name__, backend] = said(engine)
@@ -132,12 +130,11 @@ def refusals(evaluated: bool) -> dict[tuple[str, str], str]:
 def test_changes_that_no_optimizer_sees_are_refused(evaluated):
     for found in run_ranks(refusals, 2, evaluated, timeout=120):
         for change, words in CHANGES.items():
-            texts = {backend: found.get((change.__name__, backend), words) for backend in BACKENDS}
+            texts = {backend: found[change.__name__, backend] for backend in BACKENDS}
             assert all(words in text for text in texts.values()), (change, texts)
         assert {found["with_a_frozen_teacher", backend] for backend in BACKENDS} == {""}
-        # A shard of FSDP2's never has a gradient; after an evaluation its parameters are whole, and their hooks called.
-        lost = {backend for backend in BACKENDS if found["with_a_hook", backend]}
-        assert lost == {"fsdp2 streaming"} | ({"fsdp2"} if not evaluated else set())
+        # A shard of FSDP2's never has a gradient.
+        assert {each for each in BACKENDS if found["with_a_hook", each]} == {"fsdp2", "fsdp2 streaming"}
         text = found["with_a_hook", "fsdp2 streaming"]
         assert "a hook on 0.weight is never called" in text and "set backend to deepspeed, megatron or ddp" in text
 
