@@ -25,13 +25,19 @@ from megaaccum.upstream.megatron_training import gpt_builder as builder
 def check() -> list[str]:
     """Check the calls that are replaced here: each linear forward calls `self._forward_impl` with these keywords,
     latent attention projects down by the method that `sum_rotated_key` replaces, a bucket group has a handle while it
-    is being reduced and registers each gradient, parallel_state's groups are globals, and a plan's dense layer has no
-    norm after it. Sentences on those that this version lacks; empty when all is well."""
+    is being reduced and registers each gradient, parallel_state's groups are globals, a plan's dense layer has no norm
+    after it, and `mend_padding_masks` finds its methods. Sentences on those that this version lacks; empty when all is
+    well."""
     from megatron.core.models.gpt import fine_grained_callables as plans
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     wanted: list[tuple[Any, str]] = [
         (plans, "return layer._forward_mlp("),
+        (plans, "layer.mlp.route("),
+        (TopKRouter._apply_expert_bias, "padding_mask"),
+        (MultiTokenPredictionLayer._get_embeddings, "return input_ids, position_ids, padding_mask, "),
         (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection("),
         (param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle"),
         (DistributedDataParallel, ".register_grad_ready("),
