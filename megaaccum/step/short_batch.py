@@ -53,7 +53,9 @@ def check_can_pad(microbatches: Sequence[Any], note: str) -> None:
     """A rank that has no micro-batch makes dummies of our format only. Collective over the world; raises StepError on
     every rank. microbatches: this rank's. note: which ranks have too few."""
     if any_rank(not microbatches) and any_rank(not all(_is_ours(each) for each in microbatches)):
-        raise StepError(f"{note}: no rank makes one of your format: give each one, or set short_batch to drop")
+        raise StepError(
+            f"{note}: a rank without any cannot make one of your format: give it one, or set short_batch to drop"
+        )
 
 
 def _is_ours(microbatch: Any) -> bool:

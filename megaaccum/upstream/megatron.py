@@ -37,7 +37,7 @@ def check() -> list[str]:
         (plans, "return layer._forward_mlp("),
         (plans, "layer.mlp.route("),
         (TopKRouter._apply_expert_bias, "padding_mask"),
-        (MultiTokenPredictionLayer._get_embeddings, "return input_ids, position_ids, padding_mask, "),
+        (MultiTokenPredictionLayer._get_embeddings, "padding_mask"),
         (MLASelfAttention.get_query_key_value_tensors, "self._qkv_down_projection("),
         (param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync, "self.grad_reduce_handle"),
         (DistributedDataParallel, ".register_grad_ready("),

@@ -49,7 +49,7 @@ def test_an_evaluation_reads_the_weights_that_an_open_step_has_quantized(monkeyp
         drop_begun=lambda: None,
         plan=SimpleNamespace(layout=SimpleNamespace(tp=1, cp=1, ep=1)),
         groups=SimpleNamespace(pp=None),
-        backend=SimpleNamespace(gather=lambda: None, streamed_modules=list),
+        backend=SimpleNamespace(gather=lambda: None, streamed_modules=list, drop_gathered=lambda: None),
         fp8=Fp8([chunk]),
         chunks=[chunk],
         opened=SimpleNamespace(step=1) if is_open else None,
