@@ -188,7 +188,8 @@ def _rampup(triple: Sequence[int], size: int) -> list[Interval]:
     start, increment, samples = triple
     if start < 1 or increment < 1 or samples < 0:
         raise ConfigError(
-            f"rampup_batch_size {start} {increment} {samples}: START and INCREMENT must be >= 1, SAMPLES >= 0."
+            f"rampup_batch_size {start} {increment} {samples}: START and INCREMENT must be at least 1, SAMPLES at"
+            " least 0."
         )
     if start > size or (size - start) % increment:
         legal = [n for n in (size - (size - start) // increment * increment, size) if 0 < n <= size]

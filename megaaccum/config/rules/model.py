@@ -167,7 +167,7 @@ def kernels(subject: Subject) -> Iterator[str]:
 def recompute(subject: Subject) -> Iterator[str]:
     """Full recompute takes layers, selective recompute takes modules."""
     if subject.model.gradient_checkpointing and subject.model.recompute_granularity == "selective":
-        yield ("gradient_checkpointing asks for recompute_granularity full, which is set to selective: leave one out.")
+        yield "gradient_checkpointing asks for recompute_granularity full, which is set to selective: leave one out."
     granularity = subject.model.recompute_granularity
     foreign = {"full": ("recompute_modules",), "selective": ("recompute_method", "recompute_num_layers")}
     for name in subject.given(*foreign[granularity]) if granularity else ():

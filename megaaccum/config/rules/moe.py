@@ -126,12 +126,9 @@ def expert_parallel(subject: Subject) -> Iterator[str]:
     yield from indivisible("num_experts", experts, {"expert_model_parallel_size": ep}, change="factor")
     if (world := subject.world_size) % (etp * ep * pp):
         sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep}
-        legal = {
-            "expert_model_parallel_size": nearest(
-                ep, lambda n: experts % n == 0 == world % (etp * n * pp), highest=experts
-            ),
-            "expert_tensor_parallel_size": nearest(etp, lambda n: tp % n == 0 == world % (n * ep * pp), highest=tp),
-        }
+        of_ep = nearest(ep, lambda n: experts % n == 0 == world % (etp * n * pp), highest=experts)
+        of_etp = nearest(etp, lambda n: tp % n == 0 == world % (n * ep * pp), highest=tp)
+        legal = {"expert_model_parallel_size": of_ep, "expert_tensor_parallel_size": of_etp}
         others = [f"{key} to {either(found)}" for key, found in legal.items() if found]
         yield (
             f"world size {world} is not divisible by {equation(sizes | {'pipeline_model_parallel_size': pp})}: set the"

@@ -159,7 +159,9 @@ def check_tables(pair: IndexedPair) -> None:
     lengths = pair.lengths
     _refuse_first(lengths < 0, lengths, path, "length {} of sequence {} is negative")
     expected = _offsets(lengths, pair.dtype)
-    _refuse_first(pair.offsets != expected, pair.offsets, path, "offset {} of sequence {} is not the end of the last")
+    _refuse_first(
+        pair.offsets != expected, pair.offsets, path, "offset {} of sequence {} is not the end of the one before"
+    )
     bounds = pair.bounds
     if pair.num_bounds < 1 or bounds[0] != 0 or bounds[-1] != pair.num_sequences:
         ends = [int(bounds[0]), int(bounds[-1])] if pair.num_bounds else []

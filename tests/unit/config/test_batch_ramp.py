@@ -156,7 +156,7 @@ REFUSED = [
     (dict(rampup_batch_size=[8, 12, 100]), "never reaches global_batch_size 64: 64 - 8 is no multiple of 12"),
     (dict(rampup_batch_size=[128, 8, 100]), "never reaches global_batch_size 64"),
     (dict(rampup_batch_size=[8, 8]), "needs three numbers"),
-    (dict(rampup_batch_size=[0, 8, 100]), "START and INCREMENT must be >= 1"),
+    (dict(rampup_batch_size=[0, 8, 100]), "START and INCREMENT must be at least 1"),
     (dict(batch_warmup_steps=100), "after 100 steps, but the run ends after train_iters 100"),
     (dict(batch_warmup_steps=-1), "batch_warmup_steps is -1: it must be at least 0"),
     (dict(batch_warmup_steps=5, rampup_batch_size=[8, 8, 100]), "each give the growth of the batch"),
