@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,13 +26,13 @@ from megaaccum.pretrain.data.loader import Batch
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
 from megaaccum.pretrain.metrics import flops, receipts
+from megaaccum.pretrain.metrics.expected import Expected
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.pretrain.training.advisor import Advisor
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
@@ -43,6 +43,29 @@ from megaaccum.step.result import StepResult
 
 _SHARE_OF_TIMEOUT = 0.9
 """Share of a collective's timeout that a first step may take: ranks then report before NCCL ends them."""
+
+
+class Advisor(Protocol):
+    """Decisions and predictions for a run, of the planner and verification, which the training loop does not import:
+    `megaaccum train` passes `megaaccum.lab.advisor`. vocab: entries of the
+    vocabulary before padding."""
+
+    def resolve(self, plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
+        """Choose a schedule (`auto`), micro-batch and sync mode that fit. Returns the plan and the notes of
+        `megaaccum check` on it, the same on every rank. Raises ConfigError if nothing fits."""
+
+    def sync_mode_of(self, plan: Plan) -> str:
+        """The sharding mode of a plan, as text."""
+
+    def expected_of(self, plan: Plan, vocab: int) -> list[Expected]:
+        """The bytes that ranks move and hold, by pipeline rank; empty if the schedule is not known."""
+
+    def predicted(self, plan: Plan, vocab: int, *, device: str | None, device_bytes: float | None) -> dict[str, Any]:
+        """The prediction in the form of a receipt. device: its name, None for a CPU."""
+
+    def verify_start(self, engine: Engine, data: Datasets, loader: SharedLoader) -> str | None:
+        """Verify the next step of a run if that is due, and return a line for the log. Collective over the world.
+        Raises StepError on every rank if the gradient depends on how its samples are split."""
 
 
 class TrainingRun:
