@@ -249,7 +249,7 @@ def started(plan) -> tuple[_Parts, Any, Any, Any]:
     from megaaccum.lab import advisor
     from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
     from megaaccum.pretrain.training.evaluation import loader_of
-    from megaaccum.pretrain.training.open_log import open_log
+    from megaaccum.pretrain.training.training_run import open_log
 
     parts = _Parts(plan)
     log = open_log(plan, parts.data, advisor, start_step=0)

@@ -250,7 +250,7 @@ def summarise(results: dict[str, Result]) -> list[dict[str, Any]]:
 
 
 def quantiles(results: dict[str, Result]) -> np.ndarray:
-    """Measured over predicted memory of rows that no constant is fitted to: `certainty.MEASURED`."""
+    """Measured over predicted memory of rows that no constant is fitted to: `search.MEASURED`."""
     rows = [c for name, result in results.items() if name.endswith("memory") for c in result.compared]
     ratios = [c.measured / c.predicted for c in rows if not in_fit_half(c.row)]
     return np.quantile(ratios or [1.0], np.linspace(0, 1, 21))

@@ -85,14 +85,14 @@ class Threads:
 
 def sums(sizes: list[int]) -> list[Measured]:
     """The sum of a speculative step, by gloo's ring and in pairs, by number of ranks."""
-    from megaaccum.distributed import host_all_reduce
+    from megaaccum.distributed import sums
 
     rows = []
     for size in sizes:
         ranks = Threads(size)
 
         def in_pairs(rank: int, ranks: Threads = ranks) -> float:
-            host_all_reduce.sum_in_pairs(row := torch.full((12,), float(rank), dtype=torch.float64), ranks.groups[rank])
+            sums.sum_in_pairs(row := torch.full((12,), float(rank), dtype=torch.float64), ranks.groups[rank])
             return float(row[0])
 
         def ring(rank: int, ranks: Threads = ranks) -> float:

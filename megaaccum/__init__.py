@@ -10,8 +10,7 @@ from megaaccum.errors import CheckpointError, ConfigError, MegaaccumError, RankD
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports each name on first use
     from megaaccum import loop as megatron_loop
-    from megaaccum.config import Plan
-    from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step
+    from megaaccum.config.plan import Batch, Layout, Optimizer, Plan, Quantization, Run, Sharding, Step
     from megaaccum.distributed.start import build_groups
     from megaaccum.engine import Engine, initialize
     from megaaccum.executor.entry import get_forward_backward_func
@@ -29,10 +28,9 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
-_ARGUMENTS = ("Batch", "Layout", "Optimizer", "Quantization", "Run", "Sharding", "Step")
+_OF_A_PLAN = ("Batch", "Layout", "Optimizer", "Plan", "Quantization", "Run", "Sharding", "Step")
 _PLAIN = {
-    "Plan": "megaaccum.config",
-    **dict.fromkeys(_ARGUMENTS, "megaaccum.config.arguments"),
+    **dict.fromkeys(_OF_A_PLAN, "megaaccum.config.plan"),
     "verify": "megaaccum.lab.verification.user_model",
 }
 _OF_AN_ENGINE = {

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from megaaccum import units
 from megaaccum.cli.arguments import LoadedConfig, command_parser, fewest_ranks, ranks_told, read_source
 from megaaccum.config import lr_scaling, resolve
-from megaaccum.config.batch import BatchPlan
+from megaaccum.config.batch import BatchPlan, bubble_fraction
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.config.plan import Plan
 from megaaccum.config.rules.model import cannot_pack
@@ -253,15 +253,6 @@ def _without_barrier(schedule: Schedule) -> str:
     if apart > 0.999 * whole:
         return "speculative_step gains nothing: in this schedule every step waits for the one before; leave it out"
     return f"speculative_step: a step takes {apart / work:.4f} of its work, with a barrier {whole / work:.4f}"
-
-
-def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:
-    """Share of a flush that a rank idles, with stages of equal time and free communication.
-
-    A rank works for vpp * microbatches chunk passes and waits for pp - 1 (arXiv 2104.04473, section 2.2, where the
-    wait is put in proportion to the work instead).
-    """
-    return (pp - 1) / (vpp * microbatches + pp - 1)
 
 
 def _runs(counts: Sequence[int]) -> str:

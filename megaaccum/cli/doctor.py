@@ -236,7 +236,9 @@ def check_private_names() -> Finding:
 
         problems = upstream.check()
     except Exception as error:  # whatever an import of a broken installation raises, the report has to go on
-        return Finding(name, "broken", f"{type(error).__name__}: {error}", "Mend what is broken above; make setup.")
+        return Finding(
+            name, "broken", f"{type(error).__name__}: {error}", "Mend what is broken above, then run make setup."
+        )
     if problems:
         return Finding(name, "broken", "; ".join(problems), "Install the versions of constraints.txt (make setup).")
     return Finding(name, "ok", "all that megaaccum uses of DeepSpeed and Megatron-core is there")

@@ -188,6 +188,15 @@ def _split(keys: BatchConfig, dp: int) -> tuple[int, int, int]:
     return micro, chunks, steps
 
 
+def bubble_fraction(*, pp: int, vpp: int, microbatches: int) -> float:
+    """Share of a flush that a rank idles, with stages of equal time and free communication.
+
+    A rank works for vpp * microbatches chunk passes and waits for pp - 1 (arXiv 2104.04473, section 2.2, where the
+    wait is put in proportion to the work instead).
+    """
+    return (pp - 1) / (vpp * microbatches + pp - 1)
+
+
 def pipeline_fill_problem(plan: BatchPlan) -> str | None:
     """The text of the rule that a flush holds at least two micro-batches per pipeline rank, or None if it does.
 

@@ -100,11 +100,14 @@ def unmet_need(name: str, setting: Callable[[str], object]) -> str:
     """The first thing that the key `name` needs, directly or not, and that is off; empty if nothing is. setting: the
     value of a key."""
     needed = all_keys()[name].facts.needs
-    key, _, word = needed.partition(" ")
-    if not needed or (unmet := unmet_need(key, setting)):
-        return unmet if needed else ""
+    if not needed:
+        return ""
+    key, _, words = needed.partition(" ")
+    if unmet := unmet_need(key, setting):
+        return unmet
     found = setting(key)
-    return "" if (found in word.split("|") if word else found not in (None, False, "none", "off")) else needed
+    is_met = found in words.split("|") if words else found not in (None, False, "none", "off")
+    return "" if is_met else needed
 
 
 def value(config: schema.Config, name: str) -> Any:

@@ -6,25 +6,85 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from megaaccum.config import slurm
-from megaaccum.config.arguments import Batch, Layout, Optimizer, Quantization, Run, Sharding, Step, written_keys
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.batch_ramp import KEYS, BatchRamp, build_ramp, recut
+from megaaccum.config.facts import Facts
 from megaaccum.config.keys import value, values_where
 from megaaccum.config.layout import RankLayout
 from megaaccum.config.load import assemble, load
 from megaaccum.config.resolve import flush_problems, resolve_keys, with_schedules
-from megaaccum.config.schema import Config
+from megaaccum.config.schema import BatchConfig, Config, ParallelConfig
+from megaaccum.config.schema import OptimizerConfig as Optimizer
+from megaaccum.config.schema import QuantizationConfig as Quantization
+from megaaccum.config.schema import RunConfig as Run
+from megaaccum.config.schema import ShardingConfig as Sharding
+from megaaccum.config.schema import StepConfig as Step
 from megaaccum.config.source import Source
 from megaaccum.errors import ConfigError, raise_problems
 from megaaccum.schedule.registry import stored_table
 
+__all__ = [
+    "MONITORS", "Batch", "Layout", "Optimizer", "Plan", "Quantization", "Run", "Sharding", "Step", "resolve"
+]  # fmt: skip
+
 MONITORS = frozenset({"tensorboard", "wandb", "csv_monitor"})
 """Blocks of a DeepSpeed JSON that only place the log of one host."""
+
+
+# --- arguments of Plan.of: the sections of the schema under short names; defaults count as not written ---------------
+
+
+@dataclass(kw_only=True, slots=True)
+class Layout(ParallelConfig):
+    """The requested layout of ranks and their schedule: the keys of the section `parallel`, sizes by short names too.
+    world = tp * cp * pp * dp."""
+
+    tp: int | None = None
+    """Ranks that share each matrix."""
+    pp: int | None = None
+    """Pipeline ranks."""
+    vpp: int | None = None
+    """Model chunks per pipeline rank."""
+    cp: int | None = None
+    """Ranks that share each sequence."""
+    ep: int | None = None
+    """Ranks over which experts are spread."""
+    etp: int | None = None
+    """Ranks that share each expert's matrices."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch(BatchConfig):
+    """The batch of an optimizer step and how it is cut: the keys of the section `batch`, and the length of a
+    sequence."""
+
+    seq_length: Annotated[int, Facts(required=True)] = 0
+    """Tokens of the longest sequence. Required."""
+
+
+Section = Layout | Batch | Sharding | Quantization | Step | Optimizer | Run
+
+
+def _written_keys(argument: str, section: Section | Mapping[str, object] | None) -> Mapping[str, object]:
+    """The keys that one argument of `Plan.of` gives: all of a mapping, or the fields of a dataclass that differ from
+    their defaults. Raises ConfigError if it is neither."""
+    if section is None or isinstance(section, Mapping):
+        return section or {}
+    if not isinstance(section, Section):
+        raise ConfigError(
+            f"{argument} is of type {type(section).__name__}: it must be a {argument.capitalize()} or a dict."
+        )
+    defaults = type(section)()
+    values = {each.name: getattr(section, each.name) for each in fields(section)}
+    return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +158,7 @@ class Plan:
         source = Source("Plan.of")
         sections = dict(batch=batch, layout=layout, sharding=sharding, quantization=quantization, step=step)
         for part, section in (sections | dict(optimizer=optimizer, run=run)).items():
-            for name, each in written_keys(part, section).items():
+            for name, each in _written_keys(part, section).items():
                 source.put(name, each, f"{part}.{name}")
         for name, each in keys.items():
             source.put(name, each, name)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megaaccum.config import lr_scaling, lr_spans
-from megaaccum.config.batch import SIZES, BatchPlan, pipeline_fill_problem
+from megaaccum.config.batch import SIZES, BatchPlan, bubble_fraction, pipeline_fill_problem
 from megaaccum.config.batch_keys import deepspeed_problems, resolve_batch
 from megaaccum.config.batch_ramp import BatchRamp, build_ramp
 from megaaccum.config.derive import derive
@@ -93,8 +93,9 @@ def _cut_batch(config: Config, dp: int, notes: list[str], problems: list[str]) -
         setattr(config.batch, name, getattr(batch, name))
     if pipeline_fill_problem(batch):
         pp, m = batch.pipeline_model_parallel_size, batch.microbatches_per_flush
-        idle = (pp - 1) / ((config.parallel.virtual_pipeline_model_parallel_size or 1) * m + pp - 1)
-        notes.append(f"{m} micro-batches for {pp} pipeline ranks: idle {idle:.0%} of a flush (1F1B, equal stages).")
+        vpp = config.parallel.virtual_pipeline_model_parallel_size or 1
+        idle = f"ranks idle {bubble_fraction(pp=pp, vpp=vpp, microbatches=m):.0%} of a flush (1F1B, equal stages)"
+        notes.append(f"{m} micro-batches for {pp} pipeline ranks: {idle}.")
     if not problems or config.parallel.schedule == "interleaved":
         problems += _schedule_problems(config, batch)
     problems += deepspeed_problems(config, batch, notes)

@@ -5,7 +5,7 @@
 | `start`, `preload` | joins the ranks; prepares a process |
 | `groups` | process groups |
 | `agreement` | checks that ranks do the same, and raises on all |
-| `sums`, `host_all_reduce` | sums over ranks |
+| `sums` | sums over ranks, also in host memory on a thread |
 | `rng` | random states of this process |
 | `breadcrumbs` | notes for the watchdog |
 """

@@ -240,10 +240,12 @@ Run = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The blocks of a rank's part of a sequence. count: how many, of each rank of `cp`."""
+    """The blocks of a rank's part of a sequence. count: how many, of each rank of `cp`; of_all_ranks: of a whole
+    sequence."""
 
     count: int
     cp: dist.ProcessGroup
+    of_all_ranks: int
 
     @property
     def first(self) -> int:
@@ -319,7 +321,7 @@ class _ByBlock(torch.autograd.Function):
 def cut_sequences(chunks: Iterable[torch.nn.Module], blocks: int, cp: dist.ProcessGroup) -> None:
     """Let `chunks` compute by `blocks` blocks of each sequence over the ranks of `cp`. The rules on `reproducible` know
     which models have sums over tokens elsewhere."""
-    cut = Cut(blocks // cp.size(), cp)
+    cut = Cut(blocks // cp.size(), cp, blocks)
     for chunk in chunks:
         model: Any = chunk
         model.loss_cut = cut
@@ -373,7 +375,7 @@ def balanced(cut: Cut, router: Any, forward: Callable[..., Any], hidden: torch.T
     def of_sequence(routing_map: torch.Tensor, topk: int, with_padding_mask: bool, **_: Any) -> tuple[Any, Any, Any]:
         tokens, columns = routing_map.shape  # columns: experts, or those of each row
         by_expert = counts.view(-1, columns).sum(dim=0)
-        total = by_expert.sum() / topk if with_padding_mask else tokens * cut.count * cut.cp.size()
+        total = by_expert.sum() / topk if with_padding_mask else tokens * cut.of_all_ranks
         return by_expert, total / cut.cp.size(), total
 
     with replaced(router_module, get_tokens_per_expert_and_token_count=of_sequence):
@@ -402,7 +404,7 @@ def _attention(cut: Cut, attend: Callable[..., torch.Tensor], *inputs: torch.Ten
         key, value = whole_sequence(key, cut.cp, in_pairs), whole_sequence(value, cut.cp, in_pairs)
 
     def run(number: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        allowed = causal_mask(len(rows), len(keys), cut.first + number, cut.count * cut.cp.size(), rows.device)
+        allowed = causal_mask(len(rows), len(keys), cut.first + number, cut.of_all_ranks, rows.device)
         return attend(rows, keys, values, allowed)
 
     return cut(run, query, whole=(key, value), draws="attention")

@@ -1,4 +1,4 @@
-"""The planner and the proofs, as the training loop takes them (`pretrain.training.advisor.Advisor`)."""
+"""The planner and the proofs, as the training loop takes them (`pretrain.training.training_run.Advisor`)."""
 
 from __future__ import annotations
 

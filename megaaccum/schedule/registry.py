@@ -176,10 +176,9 @@ def _first(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The schedule with its first micro-batches alone: what is left keeps its order, so it is as free of deadlock."""
 
     def kept(item: Item) -> Item | None:
-        if isinstance(item, Pair):
-            left = [action for action in (item.forward, item.backward) if action.microbatch < num_microbatches]
-            return item if len(left) == 2 else left[0] if left else None
-        return item if item.microbatch < num_microbatches else None
+        actions = [*item] if isinstance(item, Pair) else [item]
+        left = [action for action in actions if action.microbatch < num_microbatches]
+        return item if left == actions else next(iter(left), None)
 
     items = tuple(tuple(item for each in rank if (item := kept(each)) is not None) for rank in schedule.items)
     return replace(schedule, num_microbatches=num_microbatches, items=items)

@@ -324,7 +324,8 @@ class _Holders:
     def _mine(self, owner: int, matrix: Matrix) -> Iterable[Held]:
         """The pieces that this rank sends or receives updates of: as the owner all of them, else its own."""
         own = self._held[self._me].get(matrix.name)
-        return self._pieces[matrix.name] if owner == self._me else [own] if own and own.numel else []
+        mine = [own] if own is not None and own.numel else []
+        return self._pieces[matrix.name] if owner == self._me else mine
 
     def _sources(self, owner: int, matrix: Matrix) -> Iterator[tuple[int, Held]]:
         """(rank, piece) of what is orthogonalised and this rank sends or receives."""

@@ -45,7 +45,7 @@ class PartitionReducer:
         partitions = [partition for _, partition in shares]
         if self._order is not None:
             add, dtype = self._order.add, partitions[0].dtype
-            self._exchange(shares, self._order.counts, lambda theirs: _add(partitions, add(theirs, dtype)))
+            self.exchange(shares, lambda theirs: _add(partitions, add(theirs, dtype)), self._order.counts)
             return
         rows = self._rows(shares)
         self.wait()
@@ -53,10 +53,15 @@ class PartitionReducer:
         work = dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group, async_op=True)
         self._finish = partial(_finish, work, rows, partial(_add, partitions), mine)
 
-    def exchange(self, shares: list[Share], take: Callable[[torch.Tensor], None]) -> None:
-        """Exchange the bucket, but pass the received rows [ranks, elements of this rank's partitions] to `take` instead
-        of adding them to the partitions."""
-        self._exchange(shares, [1] * self._group.size(), take)
+    def exchange(
+        self, shares: list[Share], take: Callable[[torch.Tensor], None], counts: Sequence[int] | None = None
+    ) -> None:
+        """Exchange the bucket, but pass the received rows [rows of all ranks, elements of this rank's partitions] to
+        `take` instead of adding them to the partitions. counts: how many each rank sends, by default one."""
+        rows = self._rows(shares)
+        self.wait()
+        theirs, work = exchange_rows(rows, counts or [1] * self._group.size(), self._group, async_op=True)
+        self._finish = partial(_finish, work, rows, take, theirs)
 
     def wait(self) -> None:
         """Until the partitions hold everything that was added."""
@@ -75,12 +80,6 @@ class PartitionReducer:
                     fill(column[:, number], grad.view(-1))
             param.grad = None
         return rows
-
-    def _exchange(self, shares: list[Share], counts: Sequence[int], take: Callable[[torch.Tensor], None]) -> None:
-        rows = self._rows(shares)
-        self.wait()
-        theirs, work = exchange_rows(rows, counts, self._group, async_op=True)
-        self._finish = partial(_finish, work, rows, take, theirs)
 
 
 def sum_over_tp(backend: ShardingBackend, groups: Groups) -> None:

@@ -62,8 +62,10 @@ def on_step(
         )
     if not agreed.told:  # every rank has as many as are planned
         total, unknown = agreed.sums
+        if unknown >= MORE_THAN_RANKS:  # some rank has no weights
+            return agreed.stop, "", math.nan
         copies = torch.distributed.get_world_size() // steps.groups.dp.size()
-        return agreed.stop, "", math.nan if unknown >= MORE_THAN_RANKS else None if unknown else total / copies
+        return agreed.stop, "", None if unknown else total / copies
     counts, dp_ranks = agreed.told["given"], agreed.told["dp_rank"]
     policy = plan.config.step.short_batch
     note = short_batch.too_few(counts, dp_ranks, wanted=batch.num_microbatches, policy=policy, step=step)

@@ -144,7 +144,10 @@ class TrainStep:
                 self.flush(opened, batch, reduce=True)
                 attempt = self.reduce_and_measure(opened)
                 verdict = self.judge(opened, attempt)
-                self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
+                if verdict.skip:
+                    self.roll_back(opened)
+                else:
+                    self.update(verdict.norm, verdict.factor)
                 result = self.commit(opened, verdict, stop=stop)
         return replace(result, **self.observer.pop()._asdict())
 
@@ -402,7 +405,10 @@ class TrainStep:
             if opened is None:
                 raise StepError(f"step {step} has no gradient: call forward_backward before optim_step").printed_once()
             verdict = self.judge(opened, self.reduce_and_measure(opened))
-            self.roll_back(opened) if verdict.skip else self.update(verdict.norm, verdict.factor)
+            if verdict.skip:
+                self.roll_back(opened)
+            else:
+                self.update(verdict.norm, verdict.factor)
             result = self.commit(opened, verdict, stop=agreed.stop)
         return replace(result, **self.observer.pop()._asdict())
 

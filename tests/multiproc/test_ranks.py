@@ -17,7 +17,7 @@ def found(case: Case, *, missed: bool = False, slow: float = 0.0, late: float = 
     rank 1 takes longer for a forward, or waits for data, in the first 3 steps, by a clock that nothing else moves."""
     import torch
 
-    from megaaccum.observe.phases import Stopwatch
+    from megaaccum.observe.observer import Stopwatch
     from megaaccum.pretrain.metrics.ranks import Ranks
 
     rig = Rig.of(case)

@@ -179,9 +179,9 @@ def test_side_losses_of_a_step_that_begins_early_have_the_scale_of_one_that_wait
 
 def in_pairs(case: Case) -> tuple[int, int, bool]:
     """`compared`, with the sums in pairs that larger worlds make."""
-    from megaaccum.distributed import host_all_reduce
+    from megaaccum.distributed import sums
 
-    with patch.object(host_all_reduce, "RING_UP_TO", 1):
+    with patch.object(sums, "RING_UP_TO", 1):
         return compared(case, POISONS)
 
 

@@ -322,7 +322,7 @@ stage, a checkpoint, a micro-batch's forward in an evaluation."""
 def reads_slowly(argv: list[str]) -> int:
     """Time passes in reading, computing, saving and starting, and nowhere else: each rank has a clock of its own."""
     from megaaccum.cli import train
-    from megaaccum.observe import phases
+    from megaaccum.observe import observer
     from megaaccum.pretrain.data import loader
     from megaaccum.pretrain.metrics import receipts, run_log
     from megaaccum.pretrain.model import gpt_forward
@@ -339,7 +339,7 @@ def reads_slowly(argv: list[str]) -> int:
 
         return slow
 
-    phases.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
+    observer.Stopwatch.__init__.__defaults__ = (lambda: clock[0],)
     run_log.RunLog.__init__.__kwdefaults__.update(clock=lambda: clock[0], now=lambda: clock[0])
     loader._Reader.sample = slowed(loader._Reader.sample, READ)
     gpt_forward.GptForwardStep.__call__ = slowed(gpt_forward.GptForwardStep.__call__, FORWARD)

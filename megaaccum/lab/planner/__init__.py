@@ -8,8 +8,8 @@
 | `time` | seconds of a step |
 | `compute`, `comm` | seconds of kernels; of messages and collectives, experts' all-to-all too |
 | `pipeline`, `stages`, `cut` | micro-batches in flight and bubbles; layers of each stage |
-| `search`, `report`, `why_not`, `certainty` | the ranking, and its reasons |
-| `sync_mode`, `auto_schedule`, `micro_batch` | what `auto` chooses, also for a run |
+| `search`, `report`, `why_not` | the ranking, the probability that a row fits, and its reasons |
+| `sync_mode`, `auto_schedule` | what `auto` chooses, also for a run; the micro-batch, if it is left open |
 | `expected` | bytes and seconds that a run is compared with |
 | `layout_config` | a row as a configuration |
 | `hardware`, `from_run`, `calibration` | a GPU's figures: from the table, a receipt, or this machine |

@@ -122,15 +122,15 @@ def forecast(plan: Plan) -> Forecast:
         copies = (replicas if sharding.backend == "ddp" else sharding.data_parallel_replicas) * among // parts
         to_owners += matrix.numel * (1 - 1 / parts if straight else 1 - copies / (among * replicas))
         back += matrix.numel * copies * (1 - 1 / (among * replicas))
+    saved = sum(matrix.numel for matrix in most) * width  # Muon has a momentum in place of two moments
+    if is_soap:
+        saved = 2 * saved - sum(matrix.soap_elements for matrix in most) * BYTES["fp32"]
     return Forecast(
-        len(most),
-        max(sum(map(cost, matrices)) for matrices in owned) * (1 if is_soap else keys.muon_num_ns_steps),
-        balance(owned, cost),
-        straight,
-        to_owners * width / ranks,
-        back * wire / ranks,
-        sum(
-            2 * each.numel * width - each.soap_elements * BYTES["fp32"] if is_soap else each.numel * width
-            for each in most
-        ),
+        count=len(most),
+        flops=max(sum(map(cost, matrices)) for matrices in owned) * (1 if is_soap else keys.muon_num_ns_steps),
+        balance=balance(owned, cost),
+        at_owners=straight,
+        to_owners=to_owners * width / ranks,
+        back=back * wire / ranks,
+        saved=saved,
     )

@@ -8,12 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from megaaccum.lab.planner.certainty import fit_probability
 from megaaccum.lab.planner.fallbacks import Candidate, Fallbacks
 from megaaccum.lab.planner.layout_config import checked, planned_keys
 from megaaccum.lab.planner.layouts import short_name
 from megaaccum.lab.planner.memory import KINDS
-from megaaccum.lab.planner.search import Ranked
+from megaaccum.lab.planner.search import Ranked, fit_probability
 from megaaccum.pretrain.metrics.flops import step_flops
 from megaaccum.units import GIB, rounded
 

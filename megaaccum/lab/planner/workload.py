@@ -123,7 +123,10 @@ def make_workload(config: Config, *, world_size: int, hardware: Hardware) -> Wor
             " --global_batch_size on the command line (tokens per step / seq_length)."
         )
     for name in uncounted(config):
-        problems.append(f"{name}: the planner knows no costs of such layers; choose a layout and `megaaccum check` it.")
+        problems.append(
+            f"{name}: the planner knows no costs of such layers; choose a layout in the file, which `megaaccum check`"
+            " judges."
+        )
     if world_size < 1:
         problems.append(f"the plan is for {world_size} GPUs: give --gpus or --hostfile, or the key world_size.")
     raise_problems(problems)
@@ -154,7 +157,9 @@ def vocabulary(config: Config) -> int:
     try:
         return vocab_size(config)
     except DataError as error:
-        raise ConfigError(f"the plan needs the vocabulary: set vocab_size, as there is no dataset ({error}).") from None
+        raise ConfigError(
+            f"the plan needs the vocabulary: set vocab_size, as there is no dataset yet ({error})."
+        ) from None
 
 
 def kernels_of(config: Config, made_of: Layers) -> Kernels:

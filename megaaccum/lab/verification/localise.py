@@ -91,8 +91,8 @@ def described(failed: Comparison) -> Diagnosis:
     words = first.note or _PHASES.get(first.kind, "")
     found.first = f"{first.kind} of step {step}" + (f" ({words})" if words else "")
     tensors = [row for row in rows if row.name]
-    kinds = list(dict.fromkeys(row.kind for row in tensors))
-    kind = first.kind if first.name else GRADIENT if GRADIENT in kinds else kinds[0] if kinds else ""
+    kinds = sorted((row.kind for row in tensors), key=lambda kind: kind != GRADIENT)  # a gradient first, if it is wrong
+    kind = first.kind if first.name else next(iter(kinds), "")
     wrong = [row for row in tensors if row.kind == kind]
     found.wrong, found.of = len(wrong), len({row.name for row in failed.rows if row.kind == kind})
     found.parameter = wrong[0].name if wrong else ""

@@ -146,9 +146,11 @@ def clip_factor(norm: float, most: float) -> float:
 
 def num_tokens(batch: Any) -> int:
     """Tokens of a micro-batch, masked or not, without padding; 1 if it has none."""
-    tokens = batch.get("tokens", batch.get("input_ids")) if isinstance(batch, dict) else None
-    counted = ~batch["padding_mask"] if isinstance(batch, dict) and "padding_mask" in batch else None
-    return int(counted.sum()) if counted is not None else tokens.numel() if isinstance(tokens, torch.Tensor) else 1
+    fields = batch if isinstance(batch, dict) else {}
+    if "padding_mask" in fields:
+        return int((~fields["padding_mask"]).sum())
+    tokens = fields.get("tokens", fields.get("input_ids"))
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else 1
 
 
 def lr_schedule(adam: torch.optim.Optimizer, plan: Plan) -> OptimizerParamScheduler:

@@ -100,7 +100,9 @@ def _without_kernels(keys: Keys, notes: list[str]) -> None:
     if keys.get("recompute_granularity") == "selective" and keys.get("recompute_modules"):
         modules = [each for each in keys["recompute_modules"] if each in ("core_attn", "mlp", "moe")]
         if modules != keys["recompute_modules"]:
-            notes.append(f"recompute_modules is {modules or ['core_attn']}: others need Transformer Engine's layers")
+            notes.append(
+                f"recompute_modules is {modules or ['core_attn']}: the others need Transformer Engine's layers"
+            )
         keys["recompute_modules"] = modules or ["core_attn"]
 
 

@@ -80,7 +80,9 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        return CANNOT if self.problem else PASSED if self.ok else FAILED
+        if self.problem:
+            return CANNOT
+        return PASSED if self.ok else FAILED
 
 
 @dataclass

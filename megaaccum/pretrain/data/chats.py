@@ -87,7 +87,9 @@ def _is_message(given: Any) -> bool:
 
 
 def _turns(given: Any, role: str) -> list[Any]:
-    return given if isinstance(given, list) else [{"role": role, "content": given} if isinstance(given, str) else given]
+    if isinstance(given, list):
+        return given
+    return [{"role": role, "content": given}] if isinstance(given, str) else [given]
 
 
 class ChatTokenizer:

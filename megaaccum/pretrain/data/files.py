@@ -101,7 +101,10 @@ def _claim(folder: Path) -> int:
     while (handle := _try_claim(folder)) is None:
         pass
     for left in folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
     return handle
 
 

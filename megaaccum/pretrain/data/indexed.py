@@ -165,7 +165,9 @@ def check_tables(pair: IndexedPair) -> None:
     bounds = pair.bounds
     if pair.num_bounds < 1 or bounds[0] != 0 or bounds[-1] != pair.num_sequences:
         ends = [int(bounds[0]), int(bounds[-1])] if pair.num_bounds else []
-        raise DataError(f"{path}: document bounds run {ends}, not 0 to {pair.num_sequences} sequences; build it again")
+        raise DataError(
+            f"{path}: document bounds run {ends}, not from 0 to {pair.num_sequences} sequences; build it again"
+        )
     _refuse_first(np.diff(bounds) < 0, bounds, path, "document bound {} at {} is larger than the next one")
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
+from megaaccum.config.coerce import NotOfType, coerce
+from megaaccum.config.derive import YARN
 from megaaccum.config.keys import SECTIONS
 from megaaccum.config.load import assemble
+from megaaccum.config.megatron_arguments import handled, listed
 from megaaccum.config.schema import Config
 from megaaccum.config.source import COMMAND_LINE, Source, Unknown, compose, read_command_line, read_text, read_yaml
-from megaaccum.errors import ConfigError, raise_problems
+from megaaccum.errors import ConfigError, raise_problems, shortened
 from megaaccum.pretrain.interop.deepspeed.reconcile import read_json, reconcile
-from megaaccum.pretrain.interop.megatron.model_fields import accept_model_field
-from megaaccum.pretrain.interop.megatron.parser import is_flag
+from megaaccum.pretrain.interop.megatron.parser import is_flag, model_fields
 from megaaccum.pretrain.interop.megatron.read_flags import read_flags
 from megaaccum.pretrain.interop.megatron.several_flags import Reading
 
@@ -154,7 +158,7 @@ def _read_keys(text: str, path: Path, contents: _Contents) -> None:
             contents.blocks += [] if block is None else [(block, source.name, False)]
         elif unknown.written in SECTIONS:
             left.append(unknown)
-        elif accept_model_field(unknown, contents.megatron, source.problems):
+        elif _accept_model_field(unknown, contents.megatron, source.problems):
             continue
         elif is_flag(unknown.written):
             words += _as_words(unknown)
@@ -233,3 +237,43 @@ def _deepspeed_block(unknown: Unknown, base_dir: Path, problems: list[str]) -> d
     if unknown.value is not None:
         problems.append(f"{unknown.place}: deepspeed must be a mapping, or the path of a DeepSpeed JSON file.")
     return None
+
+
+# --- fields of Megatron's model configuration, checked against the installed version ----------------------------------
+
+
+@cache
+def _types_of_fields() -> dict[str, object]:
+    """The annotation of every field."""
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    hints = {**typing.get_type_hints(GPTModelConfig), **typing.get_type_hints(MLATransformerConfig)}
+    return hints | {name: type(default) for name, default in YARN.items()}
+
+
+def _accept_model_field(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> bool:
+    """Put the value of an unknown name into `fields`, or a text into `problems`, if it is a field of Megatron's model
+    configuration. Returns whether it is."""
+    name = unknown.written
+    if unknown.section not in (None, "model") or name not in model_fields().keys() | YARN.keys():
+        return False
+    row = listed().get(name)
+    if row is not None and row.verdict == "refuse":
+        problems.append(f"{unknown.place}: {name}: {row.why}; {row.instead}.")
+    elif row is not None or name in handled("owned_fields"):
+        problems.append(f"{unknown.place}: {name} is set by megaaccum itself; leave it out.")
+    else:
+        _put_field(unknown, fields, problems)
+    return True
+
+
+def _put_field(unknown: Unknown, fields: dict[str, object], problems: list[str]) -> None:
+    name = unknown.written
+    try:
+        fields[name] = coerce(unknown.value, _types_of_fields()[name])
+    except NotOfType as error:
+        problems.append(f"{unknown.place}: {name} must be {error}, not {shortened(repr(unknown.value), 80)}.")
+    except (KeyError, AssertionError):
+        # A type that no configuration file can hold (an enum, a pair): Megatron's own check sees it.
+        fields[name] = unknown.value

@@ -16,6 +16,7 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
@@ -30,7 +31,6 @@ from megaaccum.model import names
 from megaaccum.model.sizes import padded_vocab_size
 from megaaccum.platform import cpu, determinism
 from megaaccum.pretrain.model import layer_specs, recompute_gradients
-from megaaccum.pretrain.model.cross_entropy import cross_entropy_in_float64
 from megaaccum.pretrain.model.layers import Layers
 from megaaccum.pretrain.model.machine import check_machine, has_fused_softmax, layer_kind
 from megaaccum.upstream import megatron
@@ -170,8 +170,20 @@ def build_chunks(plan: Plan, groups: Groups, *, vocab_size: int) -> list[GPTMode
                 if module.bias is not None and re.search(r"local_experts\.\d+\.linear_fc2$", name):
                     module.register_forward_hook(_apart)
         if config.params_dtype is torch.float64:
-            chunk.compute_language_model_loss = partial(cross_entropy_in_float64, groups.tp)
+            chunk.compute_language_model_loss = partial(_cross_entropy_in_float64, groups.tp)
     return chunks
+
+
+def _cross_entropy_in_float64(
+    tp: torch.distributed.ProcessGroup, labels: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Per-token losses [batch, sequence] of labels of that shape and logits [sequence, batch, vocabulary / tp].
+
+    Megatron's own cross entropy works in FP32 whatever it is given (megatron-core 0.19:
+    VocabParallelCrossEntropy.calculate_logits_max).
+    """
+    whole = gather_from_tensor_model_parallel_region(logits, tp)
+    return functional.cross_entropy(whole.permute(1, 2, 0), labels, reduction="none")
 
 
 def _apart(module: torch.nn.Module, args: Any, made: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

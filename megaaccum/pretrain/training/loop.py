@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from megaaccum.config import Plan
 from megaaccum.errors import MegaaccumError
-from megaaccum.pretrain.training.advisor import Advisor
-from megaaccum.pretrain.training.training_run import TrainingRun
+from megaaccum.pretrain.training.training_run import Advisor, TrainingRun
 
 
 def train(plan: Plan, advisor: Advisor) -> int:

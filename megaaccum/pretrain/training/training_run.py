@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,26 +16,25 @@ from megaaccum.checkpoint import save_load
 from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import assert_same_on_ranks, raise_on_all_ranks
+from megaaccum.distributed.agreement import assert_same_on_ranks, gathered, raise_on_all_ranks
 from megaaccum.distributed.start import end_process_group, start_together
 from megaaccum.engine import Engine, initialize
 from megaaccum.errors import MegaaccumError
 from megaaccum.platform import cpu
-from megaaccum.pretrain.data.dataset import build_datasets
+from megaaccum.pretrain.data.dataset import Datasets, build_datasets
 from megaaccum.pretrain.data.loader import Batch
 from megaaccum.pretrain.data.shared import SharedLoader
 from megaaccum.pretrain.launch.watchdog import Watchdog
+from megaaccum.pretrain.metrics import flops, receipts
+from megaaccum.pretrain.metrics.expected import Expected
 from megaaccum.pretrain.metrics.progress import last_step
 from megaaccum.pretrain.metrics.ranks import Ranks
-from megaaccum.pretrain.metrics.receipts import launched
 from megaaccum.pretrain.metrics.run_log import RunLog
 from megaaccum.pretrain.metrics.step_record import between_steps, by_phase, bytes_by_collective, bytes_by_kind
 from megaaccum.pretrain.model import gpt
 from megaaccum.pretrain.model.gpt_forward import REPORTS, GptForwardStep
-from megaaccum.pretrain.training.advisor import Advisor
 from megaaccum.pretrain.training.evaluation import Texts, evaluate, loader_of
 from megaaccum.pretrain.training.header import header
-from megaaccum.pretrain.training.open_log import open_log
 from megaaccum.pretrain.training.run_folder import check_folders, claim_folders
 from megaaccum.pretrain.training.saver import Saver, continued
 from megaaccum.pretrain.training.stop_signals import StopSignals
@@ -44,6 +43,29 @@ from megaaccum.step.result import StepResult
 
 _SHARE_OF_TIMEOUT = 0.9
 """Share of a collective's timeout that a first step may take: ranks then report before NCCL ends them."""
+
+
+class Advisor(Protocol):
+    """Decisions and predictions for a run, of the planner and verification, which the training loop does not import:
+    `megaaccum train` passes `megaaccum.lab.advisor`. vocab: entries of the
+    vocabulary before padding."""
+
+    def resolve(self, plan: Plan, device_bytes: float | None) -> tuple[Plan, list[str]]:
+        """Choose a schedule (`auto`), micro-batch and sync mode that fit. Returns the plan and the notes of
+        `megaaccum check` on it, the same on every rank. Raises ConfigError if nothing fits."""
+
+    def sync_mode_of(self, plan: Plan) -> str:
+        """The sharding mode of a plan, as text."""
+
+    def expected_of(self, plan: Plan, vocab: int) -> list[Expected]:
+        """The bytes that ranks move and hold, by pipeline rank; empty if the schedule is not known."""
+
+    def predicted(self, plan: Plan, vocab: int, *, device: str | None, device_bytes: float | None) -> dict[str, Any]:
+        """The prediction in the form of a receipt. device: its name, None for a CPU."""
+
+    def verify_start(self, engine: Engine, data: Datasets, loader: SharedLoader) -> str | None:
+        """Verify the next step of a run if that is due, and return a line for the log. Collective over the world.
+        Raises StepError on every rank if the gradient depends on how its samples are split."""
 
 
 class TrainingRun:
@@ -57,7 +79,7 @@ class TrainingRun:
     def __init__(self, plan: Plan, advisor: Advisor):
         """Build model, data and log of `plan`, and load the checkpoint that it continues from. Collective over the
         world; raises on every rank."""
-        self._launched = launched() - time.time() + time.monotonic()  # a clock that jumps later ends no run
+        self._launched = receipts.launched() - time.time() + time.monotonic()  # a clock that jumps later ends no run
         start_together(plan)
         plan, notes = raise_on_all_ranks(advisor.resolve, plan, _smallest_device())
         raise_on_all_ranks(check_folders, plan.config)
@@ -196,6 +218,38 @@ def _smallest_device() -> float | None:
     free = torch.tensor(torch.cuda.mem_get_info()[0], dtype=torch.int64, device=cpu.device())
     torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
     return float(free)
+
+
+def open_log(plan: Plan, data: Datasets, advisor: Advisor, *, start_step: int) -> RunLog:
+    """The log of a run of `plan` that continues after `start_step`; rank 0 writes. Collective over the world. Raises on
+    every rank what `RunLog` raises."""
+    ranks = gathered(receipts.this_rank(_device_name(), _device_bytes()))
+    return raise_on_all_ranks(_open, plan, data, advisor, start_step, ranks)
+
+
+def _open(plan: Plan, data: Datasets, advisor: Advisor, start_step: int, ranks: list[Any]) -> RunLog:
+    vocab, opening, config, sequences = data.vocabulary.size, None, plan.config, plan.batch.global_batch_size
+    if is_writer := int(os.environ["RANK"]) == 0:
+        predicted = advisor.predicted(plan, vocab, device=_device_name(), device_bytes=_device_bytes())
+        opening = receipts.opening(
+            plan, data_digest=data.digest, vocab_size=vocab, ranks=ranks, predicted=predicted, start_step=start_step
+        )
+    return RunLog(
+        plan,
+        is_writer=is_writer,
+        flops_per_step=None if flops.uncounted(config) else flops.step_flops(config, sequences, vocab_size=vocab),
+        peak_flops=flops.peak_flops(_device_name(), config.sharding.params_dtype or "fp32"),
+        start_step=start_step,
+        opening=opening,
+    )
+
+
+def _device_name() -> str | None:
+    return torch.cuda.get_device_name() if cpu.has_accelerator() else None
+
+
+def _device_bytes() -> float | None:
+    return torch.cuda.get_device_properties(cpu.device()).total_memory if cpu.has_accelerator() else None
 
 
 def watchdog_of(engine: Engine) -> Watchdog:

@@ -30,7 +30,8 @@ class Bridge:
             from megatron.bridge.models.conversion.model_bridge import get_model_bridge
         except ImportError as error:
             raise ConfigError(
-                f"--via bridge needs Megatron-Bridge and transformers ({error}): install it, or leave --via out"
+                f"--via bridge needs Megatron-Bridge and transformers ({error}): install megatron-bridge, or leave"
+                " --via out"
             ) from error
         found = transformers.AutoConfig.from_pretrained(source)
         (architecture, *_) = found.architectures or [""]

@@ -143,7 +143,8 @@ def _wrong_values(found: Keys) -> Iterator[str]:
     for name in sorted(found.keys() & all_keys().keys()):
         value, key = found[name], all_keys()[name]
         try:
-            value is None or coerce(value, key.annotation)
+            if value is not None:
+                coerce(value, key.annotation)
         except NotOfType as error:
             yield f"config.json: {name} is made of {value!r}, but must be {error}."
         else:

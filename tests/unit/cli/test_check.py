@@ -12,6 +12,7 @@ import pytest
 
 from megaaccum.cli import check
 from megaaccum.config import resolve
+from megaaccum.config.batch import bubble_fraction
 from megaaccum.config.deepspeed_config import deepspeed_config
 from megaaccum.errors import ConfigError
 from megaaccum.pretrain.interop.load import load
@@ -145,9 +146,9 @@ def test_other_layouts_are_described(run_yaml: str, words: list[str]) -> None:
 
 
 def test_the_bubble_shrinks_with_micro_batches_and_chunks() -> None:
-    assert check.bubble_fraction(pp=1, vpp=1, microbatches=8) == 0
-    assert check.bubble_fraction(pp=4, vpp=1, microbatches=9) == pytest.approx(0.25)
-    assert check.bubble_fraction(pp=4, vpp=3, microbatches=8) == pytest.approx(3 / 27)
+    assert bubble_fraction(pp=1, vpp=1, microbatches=8) == 0
+    assert bubble_fraction(pp=4, vpp=1, microbatches=9) == pytest.approx(0.25)
+    assert bubble_fraction(pp=4, vpp=3, microbatches=8) == pytest.approx(3 / 27)
 
 
 def test_a_dataset_that_is_not_here_leaves_only_the_parameters_open(tmp_path: Path, run_yaml: str) -> None:

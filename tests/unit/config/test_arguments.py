@@ -46,7 +46,7 @@ def test_both_forms_make_one_plan() -> None:
         (Layout(tp=2, tensor_model_parallel_size=2), "layout.tp: tp (another name of tensor_model_parallel_size) was"),
         (Layout(pp=0), "pipeline_model_parallel_size is 0: it must be at least 1."),
         (dict(ppp=2), "layout.ppp: unknown key ppp (did you mean pp"),
-        (3, "layout is int: it must be a Layout or a dict."),
+        (3, "layout is of type int: it must be a Layout or a dict."),
     ],
 )
 def test_a_mistake_is_one_message(layout, problem) -> None:

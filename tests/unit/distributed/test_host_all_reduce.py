@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaaccum.distributed import host_all_reduce
+from megaaccum.distributed import sums
 
 PATIENCE = 20.0
 """Seconds until a rank gives up waiting for a message."""
@@ -69,8 +69,7 @@ def summed(size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Ranks]:
     before = [torch.rand(5, dtype=torch.float64) / 3 for _ in range(size)]
     rows, ranks = [row.clone() for row in before], Ranks(size)
     threads = [
-        threading.Thread(target=host_all_reduce.sum_in_pairs, args=(row, ranks.group(rank)))
-        for rank, row in enumerate(rows)
+        threading.Thread(target=sums.sum_in_pairs, args=(row, ranks.group(rank))) for rank, row in enumerate(rows)
     ]
     for thread in threads:
         thread.start()
@@ -104,15 +103,15 @@ def test_a_node_keeps_gloo_s_ring_and_its_bits(monkeypatch):
         asked.append(group.size())
         return Done()
 
-    monkeypatch.setattr(host_all_reduce.dist, "all_reduce", all_reduce)
-    host_all_reduce.post_sum(torch.ones(2), Ranks(host_all_reduce.RING_UP_TO).group(0))()
-    assert asked == [host_all_reduce.RING_UP_TO]
-    ranks = Ranks(host_all_reduce.RING_UP_TO + 1)
+    monkeypatch.setattr(sums.dist, "all_reduce", all_reduce)
+    sums.post_host_sum(torch.ones(2), Ranks(sums.RING_UP_TO).group(0))()
+    assert asked == [sums.RING_UP_TO]
+    ranks = Ranks(sums.RING_UP_TO + 1)
     rows = [torch.full((2,), float(rank)) for rank in range(ranks.size_)]
-    waits = [host_all_reduce.post_sum(row, ranks.group(rank)) for rank, row in enumerate(rows)]
+    waits = [sums.post_host_sum(row, ranks.group(rank)) for rank, row in enumerate(rows)]
     for wait in waits:
         wait()
-    assert asked == [host_all_reduce.RING_UP_TO]
+    assert asked == [sums.RING_UP_TO]
     assert {float(row[0]) for row in rows} == {float(sum(range(ranks.size_)))}
 
 
@@ -121,6 +120,6 @@ def test_an_error_of_a_message_is_raised_where_the_sum_is_waited_for():
         def recv(self, tensors, source, tag):
             raise RuntimeError("connection closed by peer")
 
-    wait = host_all_reduce.post_sum(torch.ones(2), Cut(Ranks(host_all_reduce.RING_UP_TO + 1), 0))
+    wait = sums.post_host_sum(torch.ones(2), Cut(Ranks(sums.RING_UP_TO + 1), 0))
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait()

@@ -79,7 +79,9 @@ class Reconciler:
                 self.notes.append(f"deepspeed.{path} is left out: {dropped[name]}.")
         elif name not in known:
             near = did_you_mean(name, sorted(known))
-            self.problems.append(f"deepspeed.{path} is no key of DeepSpeed's configuration, which ignores it{near}.")
+            self.problems.append(
+                f"deepspeed.{path} is not a key of DeepSpeed's configuration, which would ignore it{near}."
+            )
 
 
 def read_json(path: str | os.PathLike[str], place: str, problems: list[str]) -> dict[str, object] | None:

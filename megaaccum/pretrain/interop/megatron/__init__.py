@@ -5,5 +5,4 @@
 | `read_flags` | the door: flags to keys |
 | `parser` | Megatron's own parser, and the verdicts (config/megatron_arguments.yaml) on what has no key |
 | `several_flags` | keys that follow from more than one flag |
-| `model_fields` | fields of Megatron's model configuration in a file |
 """

@@ -275,7 +275,9 @@ def _hybrid(given: ParsedFlags, reading: Reading) -> None:
             " predicted as if each layer were attention and an MLP."
         )
     elif given.args.spec is not None:
-        reading.problems.append(f"{given.written['spec']}: layers of one's own need one's own model; leave it out.")
+        reading.problems.append(
+            f"{given.written['spec']}: layers of one's own need a model of one's own; leave it out."
+        )
     if given.args.experimental_attention_variant is not None:
         reading.notes.append(
             f"{given.written['experimental_attention_variant']}: needs a GPU with Transformer Engine (and fla for"

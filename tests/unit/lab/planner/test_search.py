@@ -18,10 +18,9 @@ from megaaccum.config import Config, resolve
 from megaaccum.errors import ConfigError
 from megaaccum.lab.planner import layout_config, sync_mode
 from megaaccum.lab.planner.candidates import AXES, Limits
-from megaaccum.lab.planner.certainty import MEASURED, fit_probability
 from megaaccum.lab.planner.hardware import Hardware, load_hardware
 from megaaccum.lab.planner.layouts import RECOMPUTE
-from megaaccum.lab.planner.search import NEAR_FASTEST, Ranked, search
+from megaaccum.lab.planner.search import MEASURED, NEAR_FASTEST, Ranked, fit_probability, search
 from megaaccum.lab.planner.why_not import parse_axes, why_not
 from megaaccum.lab.planner.workload import Workload, make_workload
 from megaaccum.pretrain.interop.load import load

@@ -124,8 +124,8 @@ def test_damaged_header(pair, offset, content, text):
         (34 + 4, struct.pack("<i", -1), "length -1 of sequence 1 is negative"),
         (34 + 4, struct.pack("<i", 2), "offset 8 of sequence 2 is not the end of the one before"),
         (50 + 8, struct.pack("<q", 1 << 50), f"offset {1 << 50} of sequence 1 is not the end"),
-        (82, struct.pack("<q", 1), r"document bounds run \[1, 4\], not 0 to 4"),
-        (82 + 32, struct.pack("<q", 3), r"document bounds run \[0, 3\], not 0 to 4"),
+        (82, struct.pack("<q", 1), r"document bounds run \[1, 4\], not from 0 to 4"),
+        (82 + 32, struct.pack("<q", 3), r"document bounds run \[0, 3\], not from 0 to 4"),
         (82 + 16, struct.pack("<q", 9), "document bound 9 at 2 is larger than the next one"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaaccum.observe.phases import Stopwatch
+from megaaccum.observe.observer import Stopwatch
 from megaaccum.pretrain.metrics.goodput import TOTALS, Goodput
 from megaaccum.pretrain.metrics.step_record import OF_A_STEP, between_steps, by_phase
 
