@@ -117,13 +117,13 @@ class Engine:
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
     does one of these from the user's own code in a step's forwards, backwards or update: the engine has failed, and its
-    methods name the error. One of these that every rank raises in `forward` or `evaluate`, and any error in the block
-    of a `trial`, changes nothing.
+    methods name the error. Any error in the block of a `trial` changes nothing.
 
-    Ranks that wait for one that has failed end when its process does. If the user's code fails on one rank in `forward`
-    or `evaluate`, every rank raises its error, unless ranks wait for each other within a forward (tp, cp, ep,
-    `sync: streaming`). If an optimizer failed on one rank alone, the others have made the step: their next call raises
-    the StepError too, but with experts or `speculative_step` ranks wait for each other after an update.
+    Ranks that wait for one that has failed end when its process does. If the user's code fails on any rank in `forward`
+    or `evaluate`, every rank raises its error, and one of these changes nothing; but if ranks wait for each other
+    within a forward (tp, cp, ep, `sync: streaming`), it is as in a step. If an optimizer failed on one rank alone, the
+    others have made the step: their next call raises the StepError too, but with experts or `speculative_step` ranks
+    wait for each other after an update.
     """
 
     def __init__(

@@ -237,7 +237,7 @@ class TrainStep:
         if opened.reduced:
             self.backend.resume_accumulation()
         size = len(batch) if forward_only or not batch.can_run_again else self.batch.microbatches_per_flush
-        self.amid = "" if forward_only else "flush"
+        self.amid = "" if opened.tally.keeps_errors else "flush"
         with nullcontext() if forward_only else self.observer.flushing(), self.seeds.flush(opened.step):
             for start in range(0, len(batch), size):
                 if not forward_only:
