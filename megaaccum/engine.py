@@ -27,7 +27,7 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks, raise_together
+from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import CheckpointError, ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
@@ -473,8 +473,9 @@ class Engine:
         assert_same_on_ranks("the options of whole_weights", f"rank {rank}, dtype {dtype}")
         if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
             raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
-        raise_on_all_ranks(self.train_steps.refuse_partial_update)
-        raise_together(call_agreement.edited(self.train_steps))
+        if any_rank(self.train_steps.amid != "" or call_agreement.is_written(self.train_steps)):
+            raise_on_all_ranks(self.train_steps.refuse_partial_update)
+            call_agreement.refuse_edits(self.train_steps)
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))
