@@ -27,7 +27,7 @@ from megaaccum.config import Plan
 from megaaccum.config.batch import BatchPlan
 from megaaccum.config.keys import group_rates, unseen
 from megaaccum.distributed import groups as process_groups
-from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks, raise_together
+from megaaccum.distributed.agreement import any_rank, assert_same_on_ranks, raise_on_all_ranks
 from megaaccum.distributed.groups import Groups
 from megaaccum.distributed.start import groups_of, start_together
 from megaaccum.errors import CheckpointError, ConfigError, DataError, MegaaccumError, RankDisagreement, StepError
@@ -117,13 +117,13 @@ class Engine:
     A ConfigError, DataError, RankDisagreement or StepError is raised on every rank before anything has changed and
     leaves the engine idle, or with its open step. Any other error in a step leaves ranks at different places, and so
     does one of these from the user's own code in a step's forwards, backwards or update: the engine has failed, and its
-    methods name the error. One of these that every rank raises in `forward` or `evaluate`, and any error in the block
-    of a `trial`, changes nothing.
+    methods name the error. Any error in the block of a `trial` changes nothing.
 
-    Ranks that wait for one that has failed end when its process does. If the user's code fails on one rank in `forward`
-    or `evaluate`, every rank raises its error, unless ranks wait for each other within a forward (tp, cp, ep,
-    `sync: streaming`). If an optimizer failed on one rank alone, the others have made the step: their next call raises
-    the StepError too, but with experts or `speculative_step` ranks wait for each other after an update.
+    Ranks that wait for one that has failed end when its process does. If the user's code fails on any rank in `forward`
+    or `evaluate`, every rank raises its error, and one of these changes nothing; but if ranks wait for each other
+    within a forward (tp, cp, ep, `sync: streaming`), it is as in a step. If an optimizer failed on one rank alone, the
+    others have made the step: their next call raises the StepError too, but with experts or `speculative_step` ranks
+    wait for each other after an update.
     """
 
     def __init__(
@@ -473,8 +473,9 @@ class Engine:
         assert_same_on_ranks("the options of whole_weights", f"rank {rank}, dtype {dtype}")
         if rank is not None and rank not in range(ranks := torch.distributed.get_world_size()):
             raise ConfigError(f"whole_weights: rank {rank} is none of the {ranks} ranks").printed_once()
-        raise_on_all_ranks(self.train_steps.refuse_partial_update)
-        raise_together(call_agreement.edited(self.train_steps))
+        if any_rank(self.train_steps.amid != "" or call_agreement.is_written(self.train_steps)):
+            raise_on_all_ranks(self.train_steps.refuse_partial_update)
+            call_agreement.refuse_edits(self.train_steps)
         with self.groups.current():
             weights = whole.WholeWeights(self.backend, self.groups, self._dtypes, self.trained_buffers)
         return self.groups.iterated(weights.stream(dtype=dtype, rank=rank))

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from megaaccum.distributed.agreement import Agreed, check_agreement, raise_on_all_ranks
+from megaaccum.distributed.agreement import Agreed, check_agreement, raise_on_all_ranks, raise_together
 from megaaccum.errors import ConfigError, MegaaccumError, RankDisagreement, StepError, listed, nearest_multiples
 from megaaccum.model import names
 from megaaccum.platform import cpu
@@ -60,7 +61,7 @@ def on_step(
             f" {planned[0]} x seq_length {planned[1]}: set these keys, or give such micro-batches, or set"
             " variable_seq_lengths to true."
         )
-    if not agreed.told:  # every rank has as many as are planned
+    if {*agreed.told.get("given", ())} <= {batch.num_microbatches}:  # every rank has as many as are planned
         total, unknown = agreed.sums
         if unknown >= MORE_THAN_RANKS:  # some rank has no weights
             return agreed.stop, "", math.nan
@@ -106,17 +107,20 @@ def on_call(
     as the step takes. add: added up over the ranks.
     """
     plain = {"step": 0, "num_microbatches": 0, _LENGTH: 0, "micro_batch_size": 0, "total_weight": 0}
-    return check_agreement(
+    agreed = check_agreement(
         steps.digest,
         details=steps.plan.facts,
-        tell={"given": given[0], "dp_rank": steps.groups.dp.rank()},
-        usual={"given": given[1]},
+        tell={"given": given[0], "dp_rank": steps.groups.dp.rank(), "written": call in _TRAINING and is_written(steps)},
+        usual={"given": given[1], "written": False},
         stop=stop,
-        problem=steps.failure or problem or _changed(steps) or (edited(steps) if call in _TRAINING else None),
+        problem=steps.failure or problem or _changed(steps),
         add=add,
         **{_CALL: _CALLS.index(call), "calls since the last optim_step": calls},
         **(plain | facts),
     )
+    if any(agreed.told.get("written", ())):
+        refuse_edits(steps)
+    return agreed
 
 
 def _changed(steps: TrainStep) -> StepError | None:
@@ -145,19 +149,35 @@ def _changed(steps: TrainStep) -> StepError | None:
     )
 
 
-def edited(steps: TrainStep) -> StepError | None:
-    """An error if the user has changed weights in place where a step would lose that. Values are compared only if
-    versions differ, as they also do when a program has put other weights in for an evaluation, and the old ones back.
-    """
-    if (versions := pytorch.versions(steps.backend.copied)) != steps.versions:
-        if changed := listed(dict.fromkeys(steps.backend.edited())):
-            return StepError(
-                f"{changed} changed in place since the last step or load, which the next step loses: its optimizer has"
-                " another copy. Set it back, or load weights before initialize, or by engine.load_weights (after wrap,"
-                " by load_state_dict of the wrapped chunk)"
-            )
-        steps.versions = versions
-    return None
+def is_written(steps: TrainStep) -> bool:
+    """Whether this rank's weights have been written to in place since the last step or load."""
+    return pytorch.versions(steps.backend.copied, steps.parameters) != steps.versions
+
+
+def refuse_edits(steps: TrainStep) -> None:
+    """Raise StepError on every rank if the user has changed weights in place where a step would lose that, or on some
+    of the ranks that share them. Collective over the world; some rank's weights are written to, as they also are when a
+    program has put other weights in for an evaluation, and the old ones back."""
+    apart = [name for name, param in steps.parameters if _is_apart(param, names.dp_group(param, steps.groups))]
+    why = "on some ranks alone, so that data-parallel ranks have other weights: make the change on every rank"
+    if lost := list(dict.fromkeys(steps.backend.edited())):
+        why = (
+            "since the last step or load, which the next step loses: its optimizer has another copy. Set it back, or"
+            " load weights before initialize, or by engine.load_weights (after wrap, by load_state_dict of the wrapped"
+            " chunk)"
+        )
+    changed = lost or apart
+    raise_together(StepError(f"{listed(changed)} changed in place {why}") if changed else None)
+    steps.versions = pytorch.versions(steps.backend.copied, steps.parameters)
+
+
+def _is_apart(param: torch.Tensor, group: torch.distributed.ProcessGroup) -> bool:
+    """Whether this rank has other weights than the first of `group`, if these are whole on its ranks."""
+    if isinstance(param, DTensor) or not param.untyped_storage().nbytes():
+        return False
+    first = param.detach().clone(memory_format=torch.contiguous_format)
+    torch.distributed.broadcast(first, group=group, group_src=0)
+    return not torch.allclose(first, param, rtol=0, atol=0, equal_nan=True)
 
 
 def with_lengths(batch: Microbatches, plan: Plan, pp: torch.distributed.ProcessGroup) -> Microbatches:

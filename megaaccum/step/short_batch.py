@@ -26,14 +26,12 @@ _OURS = {*_ZEROED, "num_tokens", "position_ids", "document_starts", "padding_mas
 
 
 def too_few(counts: Sequence[int], dp_ranks: Sequence[int], *, wanted: int, policy: str, step: int) -> str:
-    """Which ranks have fewer micro-batches than planned, in words; empty where none has.
+    """Which ranks have fewer micro-batches than planned, in words. Some rank has another number than planned.
 
     counts, dp_ranks: each rank's number of micro-batches and data-parallel rank, in rank order. wanted: micro-batches
     of this step. policy: the key short_batch. Raises RankDisagreement where ranks that share their sequences differ or
     a rank has too many, and StepError for `short_batch: error`.
     """
-    if all(count == wanted for count in counts):
-        return ""
     told, of_dp_rank = describe("num_microbatches", list(counts)), dict(zip(dp_ranks, counts, strict=True))
     for dp_rank, count in zip(dp_ranks, counts, strict=True):
         if of_dp_rank[dp_rank] != count:

@@ -76,7 +76,7 @@ class TrainStep:
         self.modules = [module for chunk in chunks for module in chunk.modules()]
         self.held = pytorch.held_by(self.modules)
         """The model that the optimizer was built for; a call compares the one it finds."""
-        self.versions = pytorch.versions(backend.copied)
+        self.versions = pytorch.versions(backend.copied, self.parameters)
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
@@ -240,7 +240,7 @@ class TrainStep:
         if opened.reduced:
             self.backend.resume_accumulation()
         size = len(batch) if forward_only or not batch.can_run_again else self.batch.microbatches_per_flush
-        self.amid = "" if forward_only else "flush"
+        self.amid = "" if opened.tally.keeps_errors else "flush"
         with nullcontext() if forward_only else self.observer.flushing(), self.seeds.flush(opened.step):
             for start in range(0, len(batch), size):
                 if not forward_only:
@@ -339,7 +339,7 @@ class TrainStep:
     def settle(self) -> None:
         """Note that weights, counters and random states are those of after `step` steps."""
         self.amid, self.running = "", None
-        self.versions = pytorch.versions(self.backend.copied)
+        self.versions = pytorch.versions(self.backend.copied, self.parameters)
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""

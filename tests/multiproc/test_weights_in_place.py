@@ -192,3 +192,58 @@ def in_one_copy() -> list[str]:
 def test_a_change_that_deepspeed_gives_to_all_ranks_is_refused():
     for found in run_ranks(in_one_copy, 2, timeout=60):
         assert ["0.weight changed" in text for text in found] == [True] * 2
+
+
+def of_one_rank(bf16: bool) -> dict[str, tuple[str, bool]]:
+    """(the error of a step after a change on rank 1 alone, of what rank 0 owns under ZeRO; whether the step after the
+    change was set back is that without it) by backend."""
+    found = {}
+    for backend in BACKENDS:
+        plain, run = (Run(backend, bf16=bf16, evaluated=True) for _ in range(2))
+        errors = []
+        for factor in (8.0, 1 / 8):
+            with torch.no_grad():
+                changed = backend not in SHARDED and torch.distributed.get_rank() == 1
+                for param in run.model.parameters() if changed else ():
+                    param.view(-1)[:1].mul_(factor)
+            errors.append(run.step())
+            if not errors[0]:
+                break
+        is_same = plain.step() == errors[-1] == ""
+        is_same &= all(torch.equal(run.grads[key], grad) for key, grad in plain.grads.items())
+        due, now = plain.weights(), run.weights()
+        is_same &= all(torch.equal(now[name], due[name]) for name in due)
+        found[backend] = errors[0], is_same
+    return found
+
+
+SHARDED = ("zero-3 streaming", "fsdp2", "fsdp2 streaming")
+"""Backends of which no rank has another's weights between steps."""
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_change_on_one_rank_alone_is_refused_on_every_rank(bf16):
+    """Without the check ddp's and Megatron's ranks train weights of their own from then on."""
+    for found in run_ranks(of_one_rank, 2, bf16, timeout=120):
+        for backend, (error, is_same) in found.items():
+            assert is_same, backend
+            assert ("changed in place" in error and "rank 1: " in error) == (backend not in SHARDED), (backend, error)
+
+
+def loaded_after(folder: str) -> dict[str, bool]:
+    """Whether a load after a change in place gives the step without the change, by backend."""
+    found = {}
+    for backend in BACKENDS:
+        plain, run = (Run(backend, evaluated=True) for _ in range(2))
+        run.engine.save(f"{folder}/{backend}")
+        change(run.model, 0.5)
+        assert run.engine.load(f"{folder}/{backend}") and plain.step() == run.step() == ""
+        due, now = plain.weights(), run.weights()
+        found[backend] = all(torch.equal(run.grads[key], grad) for key, grad in plain.grads.items())
+        found[backend] &= all(torch.equal(now[name], due[name]) for name in due)
+    return found
+
+
+def test_a_load_after_a_change_in_place_replaces_it(tmp_path):
+    for found in run_ranks(loaded_after, 2, str(tmp_path), timeout=120):
+        assert found == dict.fromkeys(BACKENDS, True)
