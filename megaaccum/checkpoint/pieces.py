@@ -119,7 +119,7 @@ class Piece:
     def is_inside(self) -> bool:
         """Whether the elements are those of a parameter, cut into equal runs."""
         rows, run, runs, numel = self.cut.rows, self.cut.run, self.cut.runs, self.cut.numel
-        is_cut = numel > 0 and rows > 0 and 0 <= run < runs and numel % (rows * runs) == 0
+        is_cut = rows > 0 and 0 <= run < runs and numel % (rows * runs) == 0
         return is_cut and 0 <= self.start < self.stop <= numel // runs
 
 

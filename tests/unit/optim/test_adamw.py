@@ -43,6 +43,12 @@ def test_the_last_pattern_that_fits_holds_also_if_it_was_given_before():
     assert by_pattern.factor_of("embedding.word_embeddings.weight", found) == 0.2
 
 
+@pytest.mark.parametrize("text", ["*=inf", "*=nan", "*=-1", "*=x", "0.5", "*"])
+def test_a_factor_is_a_number_of_at_least_zero(text: str):
+    with pytest.raises(ConfigError, match="write PATTERN=FACTOR"):
+        by_pattern.factors("lr_mult", ["*=2", text])
+
+
 def test_each_group_is_split_by_both_factors_and_keeps_rates_of_its_own():
     given = plan(
         lr=1e-2, min_lr=1e-3, weight_decay=0.1, lr_mult=["embedding.*=0.5", "*.gate=0"], wd_mult=["*.fc.*=3", "head=2"]

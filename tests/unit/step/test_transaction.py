@@ -56,6 +56,7 @@ def test_a_checkpoint_brings_back_the_counters_and_the_rate_of_its_batch():
     saved.last_weight = 7.5
     state = saved.state_dict()
     loaded, groups = fresh()
+    assert loaded.state_dict() == {"num_updates": 0, "skipped_steps": 0, "last_weight": 0.0}
     loaded.load_state_dict(state, step=2, consumed_samples=3)
     assert loaded.state_dict() == state == {"num_updates": 1, "skipped_steps": 1, "last_weight": 7.5}
     assert loaded.batch == saved.batch and (loaded.step, loaded.consumed_samples) == (2, 3)
