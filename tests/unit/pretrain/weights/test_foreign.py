@@ -86,7 +86,7 @@ def test_a_checkpoint_of_deepspeed_that_pipeline_stages_wrote_is_refused(tmp_pat
 
 
 def test_names_of_a_family_are_joined_and_padded_as_the_run_has_them(tmp_path: Path):
-    """Of weights and moments alike; rows of the vocabulary's padding are zero."""
+    """Weights and moments are joined alike; rows of the vocabulary's padding are zero."""
     config = plan(
         hidden_size=64, num_query_groups=8, ffn_hidden_size=96, swiglu=True, normalization="RMSNorm",
         position_embedding_type="rope", add_bias_linear=False, untie_embeddings_and_output_weights=True,
