@@ -34,7 +34,7 @@ AT_ONCE = 1 << 24
 """Elements whose indices are computed at a time if tp changes: a few tensors of 8 bytes each."""
 _OF_MATRICES = ("momentum_buffer", "soap_step_0")
 """Kinds that tell whether Muon or SOAP stepped a parameter."""
-_STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)\.")
+_STATE_SPACE = re.compile(r"\.mixer\.(in_proj|conv1d)[._]")
 """Parameters that consist of several matrices, each cut over tensor-parallel ranks, which `Cut` does not describe."""
 
 
@@ -54,7 +54,7 @@ class Cut:
         shape, group = names.whole_shape(param, groups), names.tp_group(param, groups)
         if group.size() == 1 or not names.is_sharded_over_tp(param):
             return cls(math.prod(shape))
-        axis, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
+        axis, stride = param.partition_dim, getattr(param, "partition_stride", 1)  # type: ignore[attr-defined]
         return cls(math.prod(shape), math.prod(shape[:axis]) * stride, group.rank(), group.size())
 
     @property
@@ -119,7 +119,7 @@ class Piece:
     def is_inside(self) -> bool:
         """Whether the elements are those of a parameter, cut into equal runs."""
         rows, run, runs, numel = self.cut.rows, self.cut.run, self.cut.runs, self.cut.numel
-        is_cut = numel > 0 and rows > 0 and 0 <= run < runs and numel % (rows * runs) == 0
+        is_cut = rows > 0 and 0 <= run < runs and numel % (rows * runs) == 0
         return is_cut and 0 <= self.start < self.stop <= numel // runs
 
 

@@ -142,7 +142,7 @@ def refused(words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--freeze decoder.layers.9.*", "decoder.layers.9.* fits no parameter"),
+        ("--freeze layers.9 --lr_mult head.*=2 --wd_mult tail=3", "head.*, layers.9, tail fits no parameter"),
         ("--lr_mult embedding.*", "lr_mult 'embedding.*': write PATTERN=FACTOR"),
         ("--wd_mult embedding.*=-1", "wd_mult 'embedding.*=-1': write PATTERN=FACTOR"),
     ],

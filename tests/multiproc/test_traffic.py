@@ -11,12 +11,25 @@ def one_of_each():
 
     meter = Meter()
     with meter.counting() as traffic:
+        dist.all_reduce(torch.ones(7))
+        first = meter.pop()
         dist.all_reduce(torch.ones(10))
         dist.all_gather_into_tensor(torch.empty(8, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
         work = dist.reduce_scatter_tensor(torch.empty(3), torch.ones(6), async_op=True)
         work.wait()
     dist.all_reduce(torch.ones(10))  # after it: not counted
-    return {lane: (count.calls, count.num_bytes, count.seconds > 0) for lane, count in traffic.items()}
+    counts = [
+        {lane: (count.calls, count.num_bytes, count.seconds > 0) for lane, count in each.items()}
+        for each in (first, traffic)
+    ]
+    other = 1 - dist.get_rank()
+    with meter.counting() as traffic:  # two receives of 40 bytes at once, then one of 12 after both were read
+        for sizes in ((10, 10), (3,)):
+            works = [dist.irecv(torch.empty(size), other) for size in sizes]
+            works += [dist.isend(torch.ones(size), other) for size in sizes]
+            for each in works:
+                each.wait()
+    return *counts, meter.most_receiving, traffic["send/world/float32"].num_bytes
 
 
 def test_the_meter_counts_what_passes_inside_it():
@@ -25,7 +38,8 @@ def test_the_meter_counts_what_passes_inside_it():
         "all_gather/world/bfloat16": (1, 0.5 * 16, True),
         "reduce_scatter/world/float32": (1, 0.5 * 24, True),
     }
-    assert run_ranks(one_of_each, 2) == [expected, expected]
+    before = {"all_reduce/world/float32": (1, 2 * 0.5 * 28, True)}
+    assert run_ranks(one_of_each, 2) == [(before, expected, 80, 92)] * 2
 
 
 def unequal_parts():

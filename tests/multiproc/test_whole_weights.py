@@ -180,6 +180,50 @@ def test_wrong_weights_are_named_on_every_rank(kind, text):
         assert after.startswith("StepError: the engine failed before (CheckpointError")
 
 
+def of_a_hybrid_model(folder: str) -> tuple[list[str], list[bool]]:
+    """Errors of a model with state-space layers over tensor-parallel ranks when its weights are asked for whole, given
+    whole, and loaded over another number of these ranks; whether each weight is as it was saved after a load of all."""
+    import torch
+
+    from megaaccum.config import Plan
+    from megaaccum.distributed import groups
+    from megaaccum.engine import initialize
+    from tests.multiproc.test_engine_inputs import said
+    from tests.support import hybrid
+
+    def engine(tp: int):
+        plan = Plan.of(
+            layout=dict(tp=tp), batch=dict(micro_batch_size=1, seq_length=hybrid.SEQ, pp_microbatches=tp),
+            optimizer=dict(lr=1e-2), sharding=dict(backend="deepspeed"), hidden_size=hybrid.WIDTH, world_size=2,
+        )  # fmt: skip
+        groups.destroy()
+        built = groups.build(plan.layout, timeout_minutes=1)
+        chunk = hybrid.stage(0, 1)
+        return initialize(plan, [chunk], groups=built, forward_step_func=hybrid.forward_step), chunk
+
+    cut, chunk = engine(2)
+    cut.save(folder)
+    texts = [said(lambda: dict(cut.whole_weights())), said(lambda: cut.load_weights({}))]
+    texts.append(said(lambda: engine(1)[0].load(folder)))
+    again, other = engine(2)
+    saved = {name: param.clone() for name, param in chunk.named_parameters()}
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    assert again.load(folder)
+    return texts, [torch.equal(param, saved[name]) for name, param in other.named_parameters()]
+
+
+def test_parameters_of_state_space_layers_stay_in_the_parts_that_tensor_parallelism_made(tmp_path):
+    """A rank's part of them is a part of several matrices, which no cut describes."""
+    for (whole, given, moved), equal in run_ranks(of_a_hybrid_model, 2, str(tmp_path), timeout=60):
+        assert "decoder.layers.0.mixer.in_proj.weight" in whole and "only without tensor parallelism" in whole
+        assert "decoder.layers.0.mixer.conv1d_weight" in whole
+        assert given == whole
+        assert "decoder.layers.0.mixer.in_proj.weight of a state-space layer is cut otherwise" in moved
+        assert all(equal)
+
+
 def of_a_wider_model() -> str:
     """Load the weights of one engine into another, as they come; a matrix of the first stage has other sizes."""
     import torch

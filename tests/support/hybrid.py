@@ -112,13 +112,14 @@ def stage(number: int, stages: int) -> nn.Module:
         masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, add_bias_linear=False,
         pipeline_model_parallel_size=groups.default_collection().pp.size(), pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=(tp := groups.default_collection().tp.size()),
     )  # fmt: skip
     collection = groups.default_collection()
     alone = groups.default_collection()
-    alone.pp = collection.tp  # of one rank: the pattern that it is given is the stage's own
+    alone.pp = collection.tp if stages > 1 else collection.pp  # of one rank: the pattern is the stage's own
     model = HybridModel(
-        config, stack_spec(), VOCAB, SEQ, hybrid_layer_pattern=PATTERN[number * each : (number + 1) * each],
-        pre_process=number == 0, post_process=number == stages - 1, pg_collection=alone,
+        config, stack_spec(), -(-VOCAB // tp) * tp, SEQ, pre_process=number == 0, post_process=number == stages - 1,
+        hybrid_layer_pattern=PATTERN[number * each : (number + 1) * each], pg_collection=alone,
     )  # fmt: skip
     for layer in model.decoder.layers:
         layer.layer_number += number * each

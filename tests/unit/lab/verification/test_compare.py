@@ -84,6 +84,62 @@ def test_a_scalar(name):
     assert failed(seen, of) == {(name, "")}
 
 
+@pytest.mark.parametrize("name", ["loss", "weight", "norm", "lr", "loss_scale"])
+@pytest.mark.parametrize(("lane", "rounded", "wrong"), [("fp64", 1e-13, 1e-8), ("bf16", 1e-2, 0.1)])
+def test_a_loss_and_a_norm_alone_may_be_rounded(name, lane, rounded, wrong):
+    of = reference()
+    for error in (rounded, wrong):
+        seen = ranks(of)
+        for rank in seen:
+            setattr(rank.steps[0], name, getattr(rank.steps[0], name) * (1 + error))
+        found = {(row.kind, row.name) for row in compare(lane, seen, of, of, summands=8).failed}
+        passes = error == rounded and (name in ("loss", "norm") or (name == "lr" and lane == "fp64"))
+        assert found == (set() if passes else {(name, "")})
+
+
+def test_one_bias_of_a_router():
+    of = reference()
+    of.steps[0].buffers["router.expert_bias"] = torch.tensor([1e-3, -1e-3, 2e-3, 0.0], dtype=torch.float64)
+    seen = ranks(of)
+    for rank in seen:
+        rank.steps[0].buffers["router.expert_bias"] = of.steps[0].buffers["router.expert_bias"].clone()
+    assert failed(seen, of) == set()
+    for off in (torch.tensor([0.0, 0.0, 1e-4, 0.0]), torch.full((4,), 1e-3)):  # one of them, and all
+        seen[1].steps[0].buffers["router.expert_bias"] = of.steps[0].buffers["router.expert_bias"] + off
+        assert failed(seen, of) == {("router", "router.expert_bias")}
+
+
+@pytest.mark.parametrize("kind", [GRADIENT, "exp_avg", "exp_avg_sq"])
+def test_a_tensor_of_small_numbers_is_measured_by_its_own_size(kind):
+    of = reference()
+    for each in of.steps[0].tensors[kind].values():
+        each *= 1e-6
+    seen = ranks(of)
+    seen[0].steps[0].tensors[kind][1].values.mul_(1 + (1e-11 if kind == GRADIENT else 1e-8))
+    assert failed(seen, of) == {(kind, NAMES[1])}
+
+
+@pytest.mark.parametrize("kind", ["param", MODEL])
+def test_a_weight_is_measured_by_its_change(kind):
+    of = reference()
+    for each in ("param", MODEL):
+        moved = {name: before + 1e-3 * tensors(1)[name] for name, before in of.before.items()}
+        of.steps[0].tensors[each] = moved
+    seen = ranks(of)
+    seen[0].steps[0].tensors[kind][0].values[5] += 1e-9 if kind == "param" else 1e-7
+    assert failed(seen, of) == {(kind, NAMES[0])}
+
+
+def test_the_farthest_weight_and_the_worst_row_of_a_kind():
+    of, seen = reference(), ranks(reference())
+    seen[1].steps[0].tensors["param"][0].values[7] -= 0.5
+    for at, error in enumerate((1e-9, 1e-6)):
+        seen[0].steps[0].tensors[GRADIENT][at].values[0] += error
+    compared = compare("fp64", seen, of, of, summands=8)
+    assert compared.largest == pytest.approx(0.5, rel=1e-12)
+    assert compared.worst(GRADIENT).name == NAMES[1]
+
+
 def test_ranks_that_disagree():
     of, seen = reference(), ranks(reference())
     seen[1].steps[0].skipped = True
@@ -157,4 +213,13 @@ def test_a_gradient_that_cancels_is_allowed_the_rounding_of_its_parts_alone():
 def test_ranks_that_draw_the_same_dropout():
     of, seen = reference(), ranks(reference())
     seen[1].random = seen[0].random
+    assert failed(seen, of) == {("random", "")}
+
+
+def test_tp_ranks_with_states_of_their_own_hide_no_missing_one():
+    of, seen = reference(), ranks(reference(), dp=4)
+    for number, rank in enumerate(seen):
+        rank.place |= {"dp": number // 2, "tp": number % 2}
+    assert failed(seen, of) == set()
+    seen[2].random = seen[0].random
     assert failed(seen, of) == {("random", "")}

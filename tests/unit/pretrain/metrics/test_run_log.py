@@ -139,6 +139,16 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line_and_loses_nothing(
     assert path.read_bytes() == before
 
 
+def test_a_journal_that_was_killed_before_its_first_record_is_continued(tmp_path):
+    log = opened(tmp_path)
+    log.step(step(1))
+    path = tmp_path / "log.jsonl"
+    path.rename(tmp_path / "log.jsonl.1")
+    path.touch()
+    opened(tmp_path, start_step=1).step(step(2))
+    assert [r["step"] for r in journal.read(path)] == [1, 2]
+
+
 def test_a_note_that_repeats_is_printed_once_and_counted(tmp_path, capsys):
     log = opened(tmp_path)
     for number, note in enumerate(["", "holds 12 nan", "holds 3 nan", "holds 1e+3 nan", "another", "", "another"], 1):
@@ -260,6 +270,8 @@ def test_a_large_journal_is_continued_in_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "PART_BYTES", 2000)
     log, clock = long_journal(tmp_path, 60)
     log._journal.close()
+    for stray in ("log.jsonl.bak", "log.jsonl.2.gz"):  # a user's copies
+        (tmp_path / stray).write_text("no record\n")
     names = [path.name for path in journal.parts(tmp_path / "log.jsonl")]
     assert len(names) >= 10 and names[:2] == ["log.jsonl.1", "log.jsonl.2"] and names[-1] == "log.jsonl"
     assert all((tmp_path / name).stat().st_size < 2600 for name in names)

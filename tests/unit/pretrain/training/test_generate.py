@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,3 +99,65 @@ def test_a_run_of_a_table_generates_under_megatrons_own_schedule(tmp_path: Path)
     write_csv(build_schedule("zbv", pp=2, num_microbatches=6), tmp_path / "run.csv")
     parallel = dict(pipeline_model_parallel_size=2, schedule=str(tmp_path / "run.csv"))
     assert resolve(generation(dict(num_layers=4), parallel).config, world_size=2).layout.schedule == "1f1b"
+
+
+def test_a_row_holds_the_longest_prompt_and_its_text_and_divides_over_the_ranks() -> None:
+    for parallel, length, batch in (
+        ({}, 13, 2),
+        (dict(tensor_model_parallel_size=2), 14, 2),
+        (dict(pipeline_model_parallel_size=2), 13, 4),
+        (dict(expert_model_parallel_size=4), 13, 8),
+    ):
+        wanted = replace(generation({}, parallel), max_new_tokens=4)
+        kept = {name: vars(generation({}, parallel))[name] for name in ("_receipt", "_run_config")}
+        vars(wanted).update(kept, prompt_ids=[[1], [1] * 9, [1] * 3])
+        assert (wanted.config.model.seq_length, wanted.config.batch.global_batch_size) == (length, batch)
+    vars(wanted).update(prompt_ids=[[1] * 9], words=["--context_parallel_size", "2"])
+    del wanted.__dict__["config"]
+    vars(wanted)["_receipt"]["configuration"]["parallel"] = {}
+    assert wanted.config.model.seq_length == 16
+
+
+def test_the_model_is_the_runs_with_fields_of_megatrons_and_its_precision() -> None:
+    wanted = generation({}, {}, "bf16")
+    vars(wanted)["_receipt"]["megatron"] = {"layernorm_epsilon": 1e-3}
+    vars(wanted)["_run_config"].model.max_position_embeddings = 512
+    found = wanted.config
+    assert found.megatron == {"layernorm_epsilon": 1e-3}
+    assert (found.sharding.params_dtype, found.model.max_position_embeddings) == ("bf16", 512)
+
+
+def test_a_text_ends_where_the_model_the_tokenizer_and_the_chat_say(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    wanted = generation({}, {})
+    tokenizer = Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 3}, unk_token="a"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    config, of_chat = vars(wanted)["_run_config"], SimpleNamespace(stops={9})
+
+    def stops(chat: bool = False) -> set[int]:
+        asked = replace(wanted, chat=chat)
+        vars(asked).update(_run_config=config, _tokenizer=tokenizer, _chat_tokenizer=of_chat)
+        return asked.stops
+
+    assert stops() == {3}
+    config.run.init_from = str(tmp_path)
+    assert stops() == {3}, "the folder says nothing"
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert stops() == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert stops() == {5, 6, 7}
+    assert stops(chat=True) == {5, 6, 7, 9}
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    wanted = generation({}, {})
+    del wanted.__dict__["prompt_ids"]
+    vars(wanted)["_tokenizer"] = SimpleNamespace(encode=lambda text: SimpleNamespace(ids=[4] * len(text)))
+    assert wanted.prompt_ids == [[4]]
+    for prompts in (["a", ""], [""]):
+        other = replace(wanted, prompts=prompts)
+        vars(other)["_tokenizer"] = vars(wanted)["_tokenizer"]
+        with pytest.raises(ConfigError, match="a prompt is empty"):
+            _ = other.prompt_ids

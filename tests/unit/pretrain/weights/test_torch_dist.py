@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megaaccum.errors import CheckpointError
+from megaaccum.pretrain.weights import torch_dist_out
 from megaaccum.pretrain.weights.torch_dist import COMMON, LATEST, TorchDist
+from megaaccum.pretrain.weights.torch_dist_out import _Streamed, _training
+from tests.support.configs import make, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -134,3 +139,65 @@ def test_predictions_have_names_of_their_own(tmp_path):
     for number, name in enumerate(names):
         assert torch.equal(there.whole(name, "param", (5, 2)), WORDS + number), name
     assert there.rest(dict.fromkeys(names, (5, 2))) == []
+
+
+def test_each_group_of_megatrons_optimizer_has_its_own_rates_and_decay():
+    """Megatron finds a group of a load by these numbers, and its schedule moves between max_lr and min_lr."""
+    keys = dict(lr=1e-2, min_lr=1e-3, decoupled_lr=4e-2, decoupled_min_lr=2e-3, weight_decay=0.1)
+    config = plan(**keys, lr_mult=["*.weight=0.5"], wd_mult=["*.bias=3"], max_position_embeddings=512).config
+    progress: Any = SimpleNamespace(num_updates=5, consumed_samples=40, lr_schedule={"num_steps": 40})
+    made = _training(config, progress)
+    groups = made["optimizer"]["optimizer"]["param_groups"]
+    found = {(g["max_lr"], g["min_lr"], g["lr"], g["weight_decay"], g["wd_mult"], g["is_decoupled_lr"]) for g in groups}
+    assert found == {
+        (peak * by_lr, end * by_lr, peak * by_lr, 0.1 * decays * by_wd, decays * by_wd, decoupled)
+        for peak, end, decoupled in ((1e-2, 1e-3, False), (4e-2, 2e-3, True))
+        for by_lr in (1.0, 0.5) for decays in (1.0, 0.0) for by_wd in (1.0, 3.0)
+    }  # fmt: skip
+    assert {g["step"] for g in groups} == {5} and {g["is_expert_parallel"] for g in groups} == {False}
+    assert all(g["default_config"] == (g["max_lr"] == 1e-2 and not g["is_decoupled_lr"]) for g in groups)
+    assert made["opt_param_scheduler"] == {"num_steps": 40} and made["args"].consumed_train_samples == 40
+    assert made["args"].max_position_embeddings == 512
+
+
+def test_weights_are_written_in_the_dtype_that_is_asked_for_and_all_else_in_fp32():
+    """Biases of experts move by steps that 16 bits would round away."""
+    shapes = {"decoder.layers.0.mlp.router.weight": (4, 8), "decoder.layers.0.mlp.router.expert_bias": (4,)}
+    whole: Any = SimpleNamespace(
+        shapes=lambda: shapes, is_buffer=lambda name: name.endswith("bias"), has=lambda name, kind: "weight" in name,
+        read=lambda name, kind: torch.full(shapes[name], 1 + 2.0**-12),
+    )  # fmt: skip
+    planner = _Streamed(whole, torch.bfloat16, together=True, with_optimizer=True)
+    items = [each for each in planner.create_local_plan().items if each.tensor_data is not None]
+    found = {}
+    for each in items:
+        content = planner.resolve_data(each)
+        assert content.dtype == each.tensor_data.properties.dtype
+        found[each.index.fqn] = content.dtype, bool((content.double() == 1 + 2.0**-12).all())
+    weight = "decoder.layers.mlp.router.weight"
+    assert found == {
+        weight: (torch.bfloat16, False),
+        "decoder.layers.mlp.router.expert_bias": (torch.float32, True),
+    } | {f"optimizer.state.{kind}.{weight}": (torch.float32, True) for kind in ("param", "exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize(
+    ("frequency", "experts", "apart"), [(1, 4, False), ([0, 1], 4, True), ([0, 1], None, False), (2, 4, True)]
+)
+def test_layers_of_several_kinds_are_written_apart(tmp_path, monkeypatch, frequency, experts, apart):
+    shapes = {f"decoder.layers.{n}.input_layernorm.weight": (8,) for n in range(2)}
+    whole = SimpleNamespace(
+        shapes=lambda: shapes, is_buffer=lambda name: False, has=lambda name, kind: False,
+        read=lambda name, kind: torch.ones(8),
+    )  # fmt: skip
+    monkeypatch.setattr(torch_dist_out, "WholeCheckpoint", lambda folder: whole)
+    config = make()
+    config.model.moe_layer_freq, config.model.num_experts = frequency, experts
+    assert torch_dist_out.write(tmp_path / "out", config, Path("step_0000007"), only_weights=True) == 7
+    keys = dcp.FileSystemReader(tmp_path / "out" / "iter_0000007").read_metadata().state_dict_metadata
+    layers = {key for key in keys if key.endswith("norm.weight")}
+    together = {
+        f"decoder.layers.{name}" for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    }
+    assert apart != bool(layers & together), layers
+    assert apart == any(key.startswith("decoder.layers.1.") for key in layers)

@@ -1,18 +1,20 @@
-"""The files beside the weights of an export: the tokenizer of a run's data."""
+"""The files beside the weights of an export, such as the tokenizer of a run's data, and the dtypes of these weights."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaaccum.pretrain.data.sources import read_run_tokenizer
 from megaaccum.pretrain.data.tokenizer import read_tokenizer
 from megaaccum.pretrain.weights.weights_out import Export
 from tests.support.chats import CHATML, write_tokenizer
-from tests.support.configs import plan
+from tests.support.configs import make, plan
 
 TEXT = "Call me Ishmael. <|endoftext|>"
 BASE = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -20,8 +22,6 @@ BASE = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|
 
 def written(aside: Path, content: Any = None, source: Path | None = None, **keys: Any) -> Any:
     """The configuration of a run, whose export beside its weights is in `aside`."""
-    import torch
-
     config = plan(**keys).config
     aside.mkdir()
     export = Export(
@@ -117,3 +117,15 @@ def test_the_tokenizer_of_the_run_goes_with_its_weights(tmp_path):
     written(out := tmp_path / "out", content, base, sft=True, data_path=["chats.jsonl"], tokenizer_model=str(own))
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [256, 258]
+
+
+def test_biases_of_experts_are_exported_in_fp32_beside_weights_of_16_bits(tmp_path):
+    exact = 1 + 2.0**-12
+    export = Export(checkpoint=tmp_path, config=make(), vocab_size=64, family="", dtype=torch.bfloat16)
+    vars(export)["_whole"] = SimpleNamespace(
+        shapes=lambda: {"w": (2,), "expert_bias": (2,)}, is_buffer=lambda name: name == "expert_bias",
+        read=lambda name: torch.full((2,), exact),
+    )  # fmt: skip
+    found = {name: (tensor.dtype, tensor.double().tolist()) for name, tensor in export}
+    assert found == {"w": (torch.bfloat16, [1.0] * 2), "expert_bias": (torch.float32, [exact] * 2)}
+    assert {name: dtype for name, (_, dtype) in export.layout().items()} == {name: found[name][0] for name in found}
