@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaaccum.config import resolve
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.schedule import build as build_schedule
 from megaaccum.schedule.table import write_csv
 from tests.support.configs import SMALL, plan
@@ -98,3 +98,10 @@ def test_a_run_of_a_table_generates_under_megatrons_own_schedule(tmp_path: Path)
     write_csv(build_schedule("zbv", pp=2, num_microbatches=6), tmp_path / "run.csv")
     parallel = dict(pipeline_model_parallel_size=2, schedule=str(tmp_path / "run.csv"))
     assert resolve(generation(dict(num_layers=4), parallel).config, world_size=2).layout.schedule == "1f1b"
+
+
+def test_a_folder_that_is_neither_a_run_nor_a_model_is_told_of_both(tmp_path):
+    from megaaccum.pretrain.training.generate import Generation
+
+    with pytest.raises(MegaaccumError, match=r"holds no receipts .* output_dir of a run .* has a config\.json"):
+        _ = Generation(tmp_path, ["a"], 1).config
