@@ -40,7 +40,7 @@ def test_what_is_set_aside_replaces_nothing(tmp_path):
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk, a write beyond `size` bytes of a file fails, after it has written what fits."""
+    """A context in which a write beyond `size` bytes of a file fails after what fits, like one to a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
