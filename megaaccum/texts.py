@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -22,10 +22,35 @@ def read_text(path: str | os.PathLike[str], *, most: int = 64 << 20) -> str:
     return text
 
 
+def open_new(path: Path) -> BinaryIO:
+    """A new file at `path`, in place of any entry of that name, which is removed and, if it is a link, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
+    whole. What a full disk has cut short is removed. Raises OSError."""
+    aside = path.with_name(path.name + ".new")
+    try:
+        with open_new(aside) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file; the folder is made if it is not there."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    """Write a file as `replace_text` does; the folder is made if it is not there. Links are followed, and a pipe or a
+    device, such as /dev/stdout, is written directly. Raises OSError."""
+    target = Path(path).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if Path(path).exists() and not target.is_file():
+        Path(path).write_text(text, encoding="utf-8")
+    else:
+        replace_text(target, text)
 
 
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megaaccum.distributed.agreement import raise_together
 from megaaccum.errors import CheckpointError
-from megaaccum.platform.files import free_bytes, open_regular, replace_text, set_aside, sync
-from megaaccum.texts import parse_json
+from megaaccum.platform.files import free_bytes, open_regular, set_aside, sync
+from megaaccum.texts import parse_json, replace_text
 from megaaccum.units import amount
 
 FORMAT = 2

@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         return complain(_other_megatron(error), 1)
     except OSError as error:  # a file that the user named; of a run the place in the code counts
-        if (shown := as_users_error(error)) is error or argv[:1] == ["train"]:
+        is_run = argv[:1] == ["train"] and argv[1:2] not in ([], ["-h"], ["--help"])
+        if (shown := as_users_error(error)) is error or is_run:
             raise
         return complain(shown, exit_code_of(shown))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaaccum.cli.arguments import command_parser
 from megaaccum.errors import MegaaccumError
-from megaaccum.platform.files import replace_text
+from megaaccum.texts import replace_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         replace_text(output, text)
     except OSError as error:
         raise MegaaccumError(f"{output} cannot be written: {error.strerror or error}; give --output") from None
+    for log in [run.folder / "log.jsonl" for run in runs if not run.train]:
+        print(f"no step was recorded in {log}: the page has the plan, starts and keys of that run alone")
     print(f"wrote {output}")
     return 0
 

@@ -23,11 +23,11 @@ from megaaccum.cli.convert import as_yaml
 from megaaccum.config import Config, Plan
 from megaaccum.distributed import preload
 from megaaccum.errors import ConfigError, LaunchError
-from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.data.sources import check_files
 from megaaccum.pretrain.launch import local, output
 from megaaccum.pretrain.metrics.receipts import LAUNCHED
 from megaaccum.pretrain.training.run_folder import check_folders, checkpoint_folder
+from megaaccum.texts import write_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +81,7 @@ def _announce(ranks: int | None) -> None:
 def _written(config: Config, name: str) -> str:
     """A recorded configuration in a file, for the ranks to read."""
     path = Path(config.run.output_dir) / "recorded.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, as_yaml(config, name))
+    write_text(path, as_yaml(config, name))
     return str(path)
 
 

@@ -19,26 +19,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def open_new(path: Path) -> BinaryIO:
-    """A new file at `path`, in place of any entry of that name, which is removed and, if it is a link, not followed."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
-
-
 def open_regular(path: Path) -> BinaryIO:
     """The file at `path`, to be read. Raises OSError also if it is a pipe or a device, on which a reader would wait."""
     return open(path, "rb", opener=regular_file)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically: a reader, even after a crash, finds the old file or the new one
-    whole."""
-    aside = path.with_name(path.name + ".new")
-    with open_new(aside) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def set_aside(path: Path) -> Path:

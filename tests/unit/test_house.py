@@ -52,8 +52,8 @@ def test_lines_are_counted() -> None:
 def test_the_core_and_the_package_stay_small() -> None:
     lines = {path: code_lines(path.read_text(encoding="utf-8")) for path in trees()}
     core = [path for path in lines if path.relative_to(ROOT).parts[0] not in ABOVE_THE_CORE]
-    assert sum(lines[path] for path in core) <= 16_724
-    assert sum(lines.values()) <= 34_356
+    assert sum(lines[path] for path in core) <= 16_731
+    assert sum(lines.values()) <= 34_365
 
 
 def imported(tree: ast.Module) -> set[str]:

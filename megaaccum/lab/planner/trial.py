@@ -32,11 +32,10 @@ from megaaccum.lab.planner.fallbacks import (
 )
 from megaaccum.lab.planner.search import Ranked
 from megaaccum.lab.planner.workload import Workload
-from megaaccum.platform.files import replace_text
 from megaaccum.pretrain.launch import processes
 from megaaccum.pretrain.metrics import journal, receipts
 from megaaccum.pretrain.metrics.journal import Record
-from megaaccum.texts import parse_json, read_text
+from megaaccum.texts import parse_json, read_text, write_text
 
 STEPS = 4
 """Steps of a candidate. The first one allocates, compiles and warms up, and counts for nothing."""
@@ -174,8 +173,7 @@ class Results:
         self.outcomes[candidate.name] = outcome
         outcomes = {name: dataclasses.asdict(each) for name, each in self.outcomes.items()}
         text = json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self.path, text + "\n")
+        write_text(self.path, text + "\n")
 
 
 def _norm_of(step: Record) -> float | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megaaccum.errors import LaunchError, MegaaccumError, exit_code_of
-from megaaccum.platform.files import replace_text
+from megaaccum.texts import replace_text
 
 LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaaccum.platform.files import open_new
+from megaaccum.texts import open_new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

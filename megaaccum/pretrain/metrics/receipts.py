@@ -28,10 +28,10 @@ from megaaccum.config import Plan
 from megaaccum.config.keys import SECTIONS, all_keys, value
 from megaaccum.config.schema import Config
 from megaaccum.errors import MegaaccumError
-from megaaccum.platform.files import installed, replace_text, set_aside
+from megaaccum.platform.files import installed, set_aside
 from megaaccum.pretrain.metrics.goodput import Goodput
 from megaaccum.pretrain.metrics.journal import Record, writable
-from megaaccum.texts import packaged_yaml, parse_json, read_text
+from megaaccum.texts import packaged_yaml, parse_json, read_text, replace_text
 
 SCHEMA, VERSION = "megaaccum receipt", 1
 LAUNCHED = "MEGAACCUM_LAUNCHED"
@@ -154,7 +154,8 @@ def read_all(folder: Path) -> list[Record]:
     if not found:
         what = "is no folder" if not folder.is_dir() else "holds no receipts (receipts/start_1.json, ...)"
         raise MegaaccumError(
-            f"{folder} {what}: give the output_dir of a run of `megaaccum train`, each start of which writes one"
+            f"{folder} {what}: give the output_dir of a run of `megaaccum train`, each start of which writes one, or to"
+            " `generate` a Hugging Face folder, which has a config.json"
         )
     return found
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from megaaccum.config.schema import Config
 from megaaccum.errors import ConfigError
-from megaaccum.platform.files import replace_text, set_aside
+from megaaccum.platform.files import set_aside
 from megaaccum.pretrain.metrics.journal import KINDS, Record
 from megaaccum.pretrain.metrics.receipts import settings
+from megaaccum.texts import replace_text
 
 
 class Services:

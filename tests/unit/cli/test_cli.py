@@ -120,6 +120,14 @@ def test_a_file_that_cannot_be_written_is_no_traceback(words, tmp_path, capsys):
     assert f"megaaccum: error: {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["train"], ["train", "--help"], ["keys"]])
+def test_a_listing_that_the_disk_does_not_hold_is_no_traceback(words, monkeypatch, capsys):
+    full = types.SimpleNamespace(write=raiser(OSError(28, "No space left on device")))
+    monkeypatch.setattr(sys, "stdout", full)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == "megaaccum: error: No space left on device: free some, or write elsewhere\n"
+
+
 def test_a_file_that_a_run_misses_keeps_its_traceback(monkeypatch):
     module = types.ModuleType("megaaccum.cli.train")
     module.main = raiser(FileNotFoundError(2, "No such file or directory", "/gone"))

@@ -145,10 +145,16 @@ def test_two_runs_with_other_micro_batches_are_said_not_to_have_the_same_bits(pa
         assert ("micro_batch_size is 1 and 2: reproducible layout has the same bits" in text) is is_named
 
 
-def test_a_run_that_took_no_step_has_a_page(tmp_path):
+@pytest.mark.parametrize("log", ["missing", "empty"])
+def test_a_run_that_took_no_step_has_a_page_and_is_told_so(tmp_path, capsys, log):
     run = make_run(tmp_path / "run")
     (run / "log.jsonl").unlink()
+    if log == "empty":
+        (run / "log.jsonl").touch()
+    capsys.readouterr()
     assert cli.main(["report", str(run)]) == 0
+    told, written = capsys.readouterr().out.splitlines()
+    assert told.startswith(f"no step was recorded in {run / 'log.jsonl'}") and written.startswith("wrote")
     text = Page(run / "report.html").text
     assert "No step was recorded" in text and "never a finite number" not in text
 

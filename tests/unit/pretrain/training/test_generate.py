@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaaccum.config import resolve
-from megaaccum.errors import ConfigError
+from megaaccum.errors import ConfigError, MegaaccumError
 from megaaccum.schedule import build as build_schedule
 from megaaccum.schedule.table import write_csv
 from tests.support.configs import SMALL, plan
@@ -161,3 +161,10 @@ def test_an_empty_prompt_is_refused() -> None:
         vars(other)["_tokenizer"] = vars(wanted)["_tokenizer"]
         with pytest.raises(ConfigError, match="a prompt is empty"):
             _ = other.prompt_ids
+
+
+def test_a_folder_that_is_neither_a_run_nor_a_model_is_told_of_both(tmp_path):
+    from megaaccum.pretrain.training.generate import Generation
+
+    with pytest.raises(MegaaccumError, match=r"holds no receipts .* output_dir of a run .* has a config\.json"):
+        _ = Generation(tmp_path, ["a"], 1).config
