@@ -133,7 +133,7 @@ def test_a_file_that_a_run_misses_keeps_its_traceback(monkeypatch):
     module.main = raiser(FileNotFoundError(2, "No such file or directory", "/gone"))
     monkeypatch.setitem(sys.modules, "megaaccum.cli.train", module)
     with pytest.raises(FileNotFoundError):
-        cli.main(["train"])
+        cli.main(["train", "run.yaml"])
 
 
 def test_a_bug_keeps_its_traceback(command):
