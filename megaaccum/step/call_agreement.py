@@ -151,7 +151,7 @@ def _changed(steps: TrainStep) -> StepError | None:
 
 def is_written(steps: TrainStep) -> bool:
     """Whether this rank's weights have been written to in place since the last step or load."""
-    return pytorch.versions(steps.backend.copied, steps.parameters) != steps.versions
+    return steps.weight_versions() != steps.versions
 
 
 def refuse_edits(steps: TrainStep) -> None:
@@ -168,7 +168,7 @@ def refuse_edits(steps: TrainStep) -> None:
         )
     changed = lost or apart
     raise_together(StepError(f"{listed(changed)} changed in place {why}") if changed else None)
-    steps.versions = pytorch.versions(steps.backend.copied, steps.parameters)
+    steps.versions = steps.weight_versions()
 
 
 def _is_apart(param: torch.Tensor, group: torch.distributed.ProcessGroup) -> bool:

@@ -76,7 +76,7 @@ class TrainStep:
         self.modules = [module for chunk in chunks for module in chunk.modules()]
         self.held = pytorch.held_by(self.modules)
         """The model that the optimizer was built for; a call compares the one it finds."""
-        self.versions = pytorch.versions(backend.copied, self.parameters)
+        self.versions = self.weight_versions()
         self.changing_buffers = ChangingBuffers(chunks, is_loud=groups.dp_cp.rank() == groups.tp.rank() == 0)
         self.recovery = Recovery(plan, backend, self.fp8)
         self.opened: OpenStep | None = None
@@ -336,10 +336,14 @@ class TrainStep:
         self.settle()
         return result
 
+    def weight_versions(self) -> list[int]:
+        """Numbers that change with a write in place to a parameter, or to what an update makes from a master."""
+        return pytorch.versions([copy for _, copy, _ in self.backend.copied] + [param for _, param in self.parameters])
+
     def settle(self) -> None:
         """Note that weights, counters and random states are those of after `step` steps."""
         self.amid, self.running = "", None
-        self.versions = pytorch.versions(self.backend.copied, self.parameters)
+        self.versions = self.weight_versions()
 
     def skip_short_batch(self, step: int, *, stop: bool, note: str) -> StepResult:
         """The result of a step that no rank takes, because some have too few micro-batches."""

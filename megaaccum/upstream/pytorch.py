@@ -59,12 +59,9 @@ def held_by(modules: Sequence[torch.nn.Module]) -> tuple[list[int], dict[int, tu
     return children, {id(param): (param.requires_grad, param.dtype, loses_hooks(param)) for param in params}
 
 
-def versions(
-    copied: Sequence[tuple[torch.Tensor, torch.Tensor, int]], named: Sequence[tuple[str, torch.Tensor]]
-) -> list[int]:
-    """Numbers of which one changes when the second of a triple or a pair is written to in place, except through its
-    `data`."""
-    return [each._version for each in (*(copy for _, copy, _ in copied), *(param for _, param in named))]
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of which one changes when one of `tensors` is written to in place, except through its `data`."""
+    return [tensor._version for tensor in tensors]
 
 
 def part_of_file(file: BinaryIO, offset: int, length: int) -> Any:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megaaccum import texts
 from megaaccum.platform import files
+from tests.support.data_samples import largest_file
 
 
 def test_a_planted_link_is_not_followed(tmp_path):
@@ -38,21 +36,10 @@ def test_what_is_set_aside_replaces_nothing(tmp_path):
     assert files.set_aside(tmp_path / "log.jsonl").name == "log.2.jsonl"
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """A context in which a write beyond `size` bytes of a file fails after what fits, like one to a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_leaves_the_file_that_was_there_and_nothing_else(tmp_path):
     path = tmp_path / "planned.yaml"
     path.write_text("mine\n")
-    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
         texts.write_text(path, "x" * 1000)
     assert path.read_text() == "mine\n" and os.listdir(tmp_path) == [path.name]
 
